@@ -1,0 +1,176 @@
+"""Everything in which JAX 0.10.2, 0.11 and 0.12 differ for the kernels; nothing else may.
+
+The only module of the project that imports `jax._src`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu import core as mosaic_core
+from jax._src.pallas.mosaic_gpu import lowering as mosaic_lowering
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import params as interpret_params
+
+# JAX 0.10.2: a mutable Ref cannot be passed into `plgpu.kernel`, and the interpreter does not know
+# `layout_cast`.
+_OLD = jax.__version_info__ < (0, 11, 0)
+
+# Parameters of the GPU interpreter; None compiles for a GPU.
+Interpreter = interpret_params.InterpretGPUParams | None
+
+
+def interpreter(*, detect_races: bool = False) -> interpret_params.InterpretGPUParams:
+    """The GPU interpreter, which runs a kernel on a CPU.
+
+    A race does not stop the kernel: JAX up to 0.11 prints "RACE DETECTED" and 0.12 logs it.
+    From JAX 0.11 on, races can be looked for on one device only: there the interpreter forgets the
+    clocks of every device when one of them ends a block, and then sees races that are none.
+    """
+    # 0.12 would raise inside a callback, which leaves other devices waiting; older ones only print.
+    fields = interpret_params.InterpretGPUParams.__dataclass_fields__
+    options: dict[str, Any] = {"on_race": "warn"} if "on_race" in fields else {}
+    return interpret_params.InterpretGPUParams(
+        detect_races=detect_races, num_tma_threads_per_device=8, **options
+    )
+
+
+def reset_interpreter() -> None:
+    """Clears the interpreter's global state, which a kernel that raised leaves behind."""
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def launch(
+    body: Callable[..., None],
+    *,
+    updated: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    scratch_types: Sequence[Any],
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    name: str,
+    interpret: Interpreter,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Launches a Mosaic GPU kernel of one warpgroup a block.
+
+    Args:
+      body: called with one Ref each, in this order: updated, operands, outputs, scratch.
+      updated: arrays that the kernel changes in place; their buffers are reused where the caller's
+        program donates them.
+      operands: arrays that it only reads.
+      out_types: arrays that it creates, uninitialised.
+      scratch_types: `plgpu.SMEM`, `plgpu.Barrier`.
+      grid, grid_names: blocks in each direction, and the names for `jax.lax.axis_index`.
+      name: what profilers and dumps call the kernel.
+      interpret: None to compile for a GPU.
+
+    Returns:
+      The updated arrays and the outputs.
+    """
+    parameters = plgpu.CompilerParams(
+        # The kernels rely on layout inference, and on copies of fewer than 128 bytes.
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        # The default puts a barrier around every copy of a row. Every buffer of the kernels is
+        # written either by threads or by copies, and `commit_smem` separates the two.
+        unsafe_no_auto_barriers=True,
+    )
+    if _OLD and updated:
+        return _launch_in_run_state(
+            body,
+            updated,
+            operands,
+            out_types,
+            scratch_types,
+            plgpu.Mesh(grid=grid, grid_names=grid_names, kernel_name=name),
+            parameters,
+            interpret,
+        )
+    references = [jax.new_ref(array) for array in updated]
+    outputs = plgpu.kernel(
+        body,
+        out_type=tuple(out_types),
+        scratch_types=tuple(scratch_types),
+        grid=grid,
+        grid_names=grid_names,
+        compiler_params=parameters,
+        interpret=interpret,
+        kernel_name=name,
+    )(*references, *operands)
+    return tuple(jax.freeze(reference) for reference in references), tuple(outputs)
+
+
+def _launch_in_run_state(
+    body: Callable[..., None],
+    updated: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    scratch_types: Sequence[Any],
+    mesh: plgpu.Mesh,
+    parameters: plgpu.CompilerParams,
+    interpret: Interpreter,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """`launch` for JAX 0.10.2, whose kernels take mutable Refs only from `pl.run_state`."""
+    outputs = [jax.lax.empty(out.shape, out.dtype) for out in out_types]
+
+    def stateful(references: tuple[Any, ...]) -> None:
+        @pl.core_map(mesh, compiler_params=parameters, interpret=interpret or False)
+        def _() -> None:
+            pl.run_scoped(functools.partial(body, *references), *scratch_types)
+
+    state = pl.run_state(stateful)((*updated, *operands, *outputs))
+    return tuple(state[: len(updated)]), tuple(state[len(state) - len(outputs) :])
+
+
+def load(ref: Any, layout: mosaic_core.SomeLayout, interpret: Interpreter) -> jax.Array:
+    """Reads an array in shared memory into registers of a given layout."""
+    if interpret is not None:
+        return ref[...]
+    if _OLD:
+        return plgpu.load(ref, ..., layout=layout, optimized=False)
+    # Not optimized: each thread reads its own values. The layouts of `row_blocks` let neighbouring
+    # threads read neighbouring values, and the search for a better transfer fails for some widths.
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, values: jax.Array, interpret: Interpreter) -> None:
+    """Writes registers into an array in shared memory."""
+    if interpret is None and hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
+def _round(x: jax.Array, *, exponent_bits: int, mantissa_bits: int) -> jax.Array:
+    if (exponent_bits, mantissa_bits) != (8, 7):
+        raise NotImplementedError(
+            "Mosaic GPU kernels round float32 to bfloat16 only (8 exponent and 7 mantissa bits), "
+            f"not to {exponent_bits} exponent and {mantissa_bits} mantissa bits"
+        )
+    # Mosaic keeps a pair of casts; it is XLA that may drop one.
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _sqrt(x: jax.Array, *, accuracy: Any) -> jax.Array:
+    """Within two units in the last place."""
+    del accuracy
+    exact = (x == 0) | (x == jnp.inf)
+    return jnp.where(exact, x, x * jax.lax.rsqrt(x))
+
+
+def _teach_mosaic() -> None:
+    """Adds the primitives that row functions need and Mosaic GPU cannot lower."""
+    rules = mosaic_lowering.mosaic_lowering_rules[mosaic_core.WGxWG_SEMANTICS]
+    for primitive, function in (
+        (jax.lax.reduce_precision_p, _round),
+        (jax.lax.sqrt_p, _sqrt),
+    ):
+        if primitive not in rules:
+            rules[primitive] = mosaic_lowering._lower_fun(function)
+
+
+_teach_mosaic()

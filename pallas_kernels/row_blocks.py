@@ -1,0 +1,135 @@
+"""How rows are cut into blocks, copied and laid out in registers: what the row kernels share.
+
+Words: a *split* is a part of a row's columns that one block of threads handles (most rows have one
+split); a *tile* is the part of a block that the 128 threads of a warpgroup hold in registers, four
+values a thread.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+
+LANES = 32
+WARPS = 4
+# Values of one thread that lie side by side in a row: 16 bytes of float32, 8 of bfloat16.
+VECTOR = 4
+# Bulk copies move multiples of 16 bytes between addresses that are multiples of 16.
+COPY_BYTES = 16
+
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+
+def unsupported_rows(width: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Why the kernels cannot handle such rows, or None if they can."""
+    dtype = jnp.dtype(dtype)
+    if dtype not in _DTYPES:
+        return f"the kernels take bfloat16 and float32, not {dtype}"
+    if width <= 0 or width * dtype.itemsize % COPY_BYTES:
+        return (
+            f"a row of {width} x {dtype} is {width * dtype.itemsize} bytes, "
+            f"and the kernels need a positive multiple of {COPY_BYTES}"
+        )
+    return None
+
+
+def check_rows(width: int, dtype: jax.typing.DTypeLike) -> None:
+    """Raises NotImplementedError for rows that the kernels cannot handle."""
+    reason = unsupported_rows(width, dtype)
+    if reason is not None:
+        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
+
+
+class Tile(NamedTuple):
+    """A block's part in registers: (rows, columns) of `VECTOR` values a thread."""
+
+    rows: int
+    columns: int
+    layout: Any  # of a (rows, columns) array; `.reduce(1)` is that of one value a row
+
+
+def _column_lanes(width: int) -> int:
+    """How many lanes of a warp share a row: a power of two that divides the row's vectors."""
+    vectors = width // VECTOR
+    return min(LANES, vectors & -vectors)
+
+
+def tile(width: int) -> Tile:
+    """The tile for rows of `width` values; its columns divide the width."""
+    across = _column_lanes(width)
+    down = LANES // across
+    rows, columns = WARPS * down, VECTOR * across
+    layout = mgpu.TiledLayout(
+        mgpu.fragmented_array.Tiling(((rows, columns), (down, columns), (1, VECTOR))),
+        warp_dims=(-6,),
+        lane_dims=(-4, -3),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return Tile(rows, columns, _as_layout(layout))
+
+
+def row_layout(width: int) -> Any:
+    """The layout of a single row, (width,); threads left over hold copies."""
+    across = _column_lanes(width)
+    vectors = width // VECTOR // across
+    warps = min(WARPS, vectors & -vectors)
+    replicated = mgpu.fragmented_array.Replicated
+    layout = mgpu.TiledLayout(
+        mgpu.fragmented_array.Tiling(((warps * across * VECTOR,), (across * VECTOR,), (VECTOR,))),
+        warp_dims=(-3,) if warps == WARPS else (-3, replicated(WARPS // warps)),
+        lane_dims=(-2,) if across == LANES else (-2, replicated(LANES // across)),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return _as_layout(layout)
+
+
+def _as_layout(layout: Any) -> Any:
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def splits(width: int, limit: int) -> int:
+    """The smallest number of equal splits of a row that are at most `limit` values wide each.
+
+    Splits are multiples of 8 values (4 if the row is an odd multiple of 4), so that the bytes of
+    each are a multiple of 16. A row without fitting divisors gets narrower splits than it might.
+    """
+    unit = math.gcd(width, 8)
+    units = width // unit
+    for count in range(1, units + 1):
+        if units % count == 0 and width // count <= limit:
+            return count
+    return units
+
+
+def copy_in(source: Any, destination: Any, barrier: Any) -> None:
+    """Starts a copy into shared memory, within the bounds of both arrays; `barrier` tells its end.
+
+    Promising the bounds makes it a bulk copy: 16 bytes and up, at any address that is a multiple of
+    16. Any other mode needs a tensor map, and addresses in shared memory that are multiples of 128.
+    """
+    plgpu.copy_gmem_to_smem(
+        source, destination, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+    )
+
+
+def taker(refs: Sequence[Any]) -> Callable[[int], list[Any]]:
+    """Hands out the references of a kernel from the front, as many as asked for."""
+    remaining = list(refs)
+
+    def take(n: int) -> list[Any]:
+        taken = remaining[:n]
+        del remaining[:n]
+        return taken
+
+    return take
+
+
+def ceil_to(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
