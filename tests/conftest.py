@@ -1,0 +1,13 @@
+"""What every test runs under: eight simulated devices, strict promotion, warnings as errors."""
+
+import os
+
+# Before jax is imported; appended, so that flags of the caller's own stay.
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Creates or reuses .venv with the pinned packages of requirements.txt.
+#
+#   bash tools/setup_env.sh [--bazel] [--aot]
+#
+# --bazel  also sees to it that `bazel` is on PATH (Debian's bazel-bootstrap, where apt exists).
+# --aot    also installs what tools/compile_for_gpu.py needs (about 400 MB).
+#
+# XREX_PYTHON  the interpreter to build .venv with (default: python3; 3.11 or newer).
+# XREX_VENV    the folder to build (default: .venv in the repository).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="${XREX_VENV:-.venv}"
+base="${XREX_PYTHON:-python3}"
+
+fail() {
+  echo "setup_env: $1" >&2
+  exit 1
+}
+
+# Installs a requirements file unless the venv's stamp says that it is there, as it stands now.
+install_pinned() {
+  local requirements="$1" stamp
+  stamp="$venv/$(basename "$requirements" .txt).stamp"
+  cmp -s "$requirements" "$stamp" && return 0
+  echo "setup_env: installing $requirements into $venv" >&2
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@:2}" -r "$requirements" ||
+    fail "pip could not install $requirements (its message is above): check the network, then run this again"
+  cp "$requirements" "$stamp"
+}
+
+want_bazel=false
+want_aot=false
+for argument in "$@"; do
+  case "$argument" in
+    --bazel) want_bazel=true ;;
+    --aot) want_aot=true ;;
+    *) fail "unknown argument '$argument' (known: --bazel, --aot)" ;;
+  esac
+done
+
+command -v "$base" >/dev/null ||
+  fail "no interpreter '$base': install Python 3.11 or newer, or set XREX_PYTHON to one"
+"$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$("$base" --version) is too old: xrex needs Python 3.11 or newer; set XREX_PYTHON to one"
+
+# A venv of another Python version, or one whose interpreter has gone, is built anew.
+version_of() { "$1" -c 'import sys; print(sys.version_info[:3])' 2>/dev/null || true; }
+if [ "$(version_of "$venv/bin/python")" != "$(version_of "$base")" ]; then
+  echo "setup_env: creating $venv with $("$base" --version)" >&2
+  "$base" -m venv --clear "$venv" ||
+    fail "'$base -m venv' failed (on Debian and Ubuntu: apt-get install python3-venv)"
+fi
+
+install_pinned requirements.txt
+if $want_aot; then
+  # --no-deps: the plugins ask for CUDA's runtime libraries, which compiling does not need.
+  install_pinned requirements-aot.txt --no-deps
+fi
+if $want_bazel && ! command -v bazel >/dev/null; then
+  command -v apt-get >/dev/null ||
+    fail "no bazel on PATH and no apt-get here: install Bazel 4.2 to 6 (or Bazelisk) and run this again"
+  echo "setup_env: installing bazel-bootstrap" >&2
+  apt-get -qq update && apt-get -qq install -y --no-install-recommends bazel-bootstrap >/dev/null ||
+    fail "apt-get could not install bazel-bootstrap (as root?): install Bazel 4.2 to 6 and run this again"
+fi

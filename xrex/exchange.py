@@ -1,0 +1,45 @@
+"""The collectives over a communicator, one shard each: callable only inside `shard_map`.
+
+Each is the identity on a communicator of one rank. Shapes: G ranks, T tokens a rank, w columns a
+rank.
+"""
+
+import jax
+
+from xrex.context import AsyncEmbContextHandle
+
+
+def gather_tokens(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
+    """Every rank's tokens, in rank order: (T, ...) -> (G * T, ...)."""
+    if not handle.table_axis:
+        return x
+    return jax.lax.all_gather(x, handle.table_axis, tiled=True)
+
+
+def exchange_blocks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
+    """Sends block g to rank g, and receives one from each: (G, ...) -> (G, ...).
+
+    Out: block g is what rank g sent.
+    """
+    if not handle.table_axis:
+        return x
+    return jax.lax.all_to_all(x, handle.table_axis, split_axis=0, concat_axis=0)
+
+
+def sum_over_ranks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
+    """The sum over the communicator, with the same bits on every rank."""
+    if not handle.table_axis:
+        return x
+    return jax.lax.psum(x, handle.table_axis)
+
+
+def blocks_to_rows(blocks: jax.Array) -> jax.Array:
+    """Columns that arrived from each rank, side by side: (G, T, w) -> (T, G * w)."""
+    group_size, tokens, width = blocks.shape
+    return blocks.transpose(1, 0, 2).reshape(tokens, group_size * width)
+
+
+def rows_to_blocks(rows: jax.Array, group_size: int) -> jax.Array:
+    """Whole rows, cut into the columns of each rank: (T, G * w) -> (G, T, w)."""
+    tokens, width = rows.shape
+    return rows.reshape(tokens, group_size, width // group_size).transpose(1, 0, 2)

@@ -1,0 +1,171 @@
+"""Looking rows up: `lookup_start` sends them on their way, `lookup_done` puts them together.
+
+The global functions take whole arrays, eagerly or under `jax.jit`; those that end in `_per_shard`
+are for people who write their own `shard_map`, and take one rank's arrays.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import api as kernels
+from xrex import exchange, partition
+from xrex.context import AsyncEmbContextHandle
+from xrex.tokens import check_shape, check_token_ids, resolve_ids
+
+TABLE_DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+class LookupPin(NamedTuple):
+    """Rows in flight, as `lookup_done` takes them.
+
+    Attributes:
+      blocks: each rank's columns of the tokens.
+        # shape=(group_size, tokens_per_batch, shard_width), the table's dtype, sharded over the
+        # data axis (per shard: (group_size, tokens_per_rank, shard_width))
+    """
+
+    blocks: jax.Array
+
+
+def lookup_start(
+    handle: AsyncEmbContextHandle,
+    token_ids: jax.typing.ArrayLike,
+    table: jax.Array,
+    *,
+    gate: jax.Array | None = None,
+) -> LookupPin:
+    """Reads a batch's rows and starts their exchange. Global arrays.
+
+    The rows are those of the table as it is passed in: updates that come later do not reach them.
+
+    Args:
+      handle: the layout.
+      token_ids: (tokens_per_batch,) int32, or a host array of any integer type whose values fit.
+      table: (vocab, emb_width) bfloat16 or float32, sharded `P(None, table_axis)`. Not donated.
+      gate: an array that must be computed before the exchange may be issued; its value is unused.
+
+    Raises:
+      ValueError: a wrong shape, an id that does not fit in int32 or, with out_of_range="raise",
+        one outside the table.
+      TypeError: ids that are not integers, or a table of another dtype.
+    """
+    check_table(handle, table)
+    ids = check_token_ids(handle, token_ids, table.shape[0])
+    table = partition.place(handle, table, partition.table_spec(handle))
+    return _lookup_start(handle, ids, table, gate)
+
+
+def lookup_done(handle: AsyncEmbContextHandle, pin: LookupPin) -> jax.Array:
+    """Puts the rows of a lookup together. Global arrays.
+
+    Args:
+      handle: the layout with which the lookup was started.
+      pin: what `lookup_start` returned.
+
+    Returns:
+      (tokens_per_batch, emb_width) of the table's dtype, sharded `P(data_axis, None)`: the table's
+      rows bit for bit.
+    """
+    shape = (handle.group_size, handle.tokens_per_batch, handle.shard_width)
+    check_shape("pin.blocks", pin.blocks, shape)
+    return _lookup_done(handle, pin)
+
+
+def lookup_start_per_shard(
+    handle: AsyncEmbContextHandle,
+    token_ids: jax.Array,
+    table: jax.Array,
+    *,
+    gate: jax.Array | None = None,
+) -> LookupPin:
+    """`lookup_start` for one shard, inside `shard_map`.
+
+    Args:
+      handle: the layout.
+      token_ids: (tokens_per_rank,) int32, this rank's.
+      table: (vocab, shard_width), this rank's columns.
+      gate: as in `lookup_start`.
+    """
+    check_shape("token_ids", token_ids, (handle.tokens_per_rank,))
+    check_shape("table", table, (table.shape[0], handle.shard_width))
+    rows = gather_for_exchange(handle, exchange.gather_tokens(handle, token_ids), table)
+    return LookupPin(exchange.exchange_blocks(handle, gated(rows, gate)))
+
+
+def lookup_done_per_shard(handle: AsyncEmbContextHandle, pin: LookupPin) -> jax.Array:
+    """`lookup_done` for one shard, inside `shard_map`: (tokens_per_rank, emb_width)."""
+    shape = (handle.group_size, handle.tokens_per_rank, handle.shard_width)
+    check_shape("pin.blocks", pin.blocks, shape)
+    return exchange.blocks_to_rows(pin.blocks)
+
+
+def gather_for_exchange(
+    handle: AsyncEmbContextHandle, all_ids: jax.Array, table: jax.Array
+) -> jax.Array:
+    """This rank's columns of every rank's tokens: (G * T,), (vocab, w) -> (G, T, w)."""
+    rows = resolve_ids(handle, all_ids, table.shape[0]).read
+    gathered = kernels.gather_rows(table, rows, implementation=handle.implementation)
+    return gathered.reshape(handle.group_size, -1, table.shape[1])
+
+
+def exchange_rows(handle: AsyncEmbContextHandle, rows: jax.Array) -> LookupPin:
+    """Exchanges gathered rows. Global arrays; in a trace.
+
+    Args:
+      handle: the layout.
+      rows: (group_size, tokens_per_rank, emb_width), as `partition.send_spec` has it.
+    """
+    spec = partition.received_spec(handle)
+    exchanged = partition.shard_map(
+        handle,
+        lambda rows: exchange.exchange_blocks(handle, rows),
+        (partition.send_spec(handle),),
+        spec,
+    )
+    return LookupPin(exchanged(rows))
+
+
+def gated(x: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """The same array, not available before the gate is."""
+    if gate is None:
+        return x
+    x, _ = jax.lax.optimization_barrier((x, gate))
+    return x
+
+
+def check_table(handle: AsyncEmbContextHandle, table: jax.Array) -> None:
+    """Raises unless the table has the handle's width and a dtype that tables may have."""
+    if table.ndim != 2 or table.shape[1] != handle.emb_width:
+        raise ValueError(
+            f"async_emb table has shape {table.shape}, and must have (vocab, {handle.emb_width})"
+        )
+    if table.dtype not in TABLE_DTYPES:
+        raise TypeError(f"async_emb table must be bfloat16 or float32, not {table.dtype}")
+
+
+@jax.jit(static_argnums=0)
+def _lookup_start(
+    handle: AsyncEmbContextHandle, ids: jax.Array, table: jax.Array, gate: jax.Array | None
+) -> LookupPin:
+    specs = (partition.token_spec(handle), partition.table_spec(handle))
+    gather = partition.shard_map(
+        handle,
+        lambda ids, table: gather_for_exchange(handle, exchange.gather_tokens(handle, ids), table),
+        specs,
+        partition.send_spec(handle),
+    )
+    with jax.named_scope("xrex.lookup_start"):
+        rows = gather(*partition.place(handle, (ids, table), specs))
+        return exchange_rows(handle, gated(rows, gate))
+
+
+@jax.jit(static_argnums=0)
+def _lookup_done(handle: AsyncEmbContextHandle, pin: LookupPin) -> jax.Array:
+    spec = partition.received_spec(handle)
+    assemble = partition.shard_map(
+        handle, exchange.blocks_to_rows, (spec,), partition.token_rows_spec(handle)
+    )
+    with jax.named_scope("xrex.lookup_done"):
+        return assemble(partition.place(handle, pin.blocks, spec))

@@ -1,0 +1,6 @@
+"""Update rules of embedding tables, one a file."""
+
+from xrex.rules.base import TouchedRows, UpdateRule
+from xrex.rules.rowwise_adagrad import RowwiseAdagrad, RowwiseAdagradState
+
+__all__ = ["RowwiseAdagrad", "RowwiseAdagradState", "TouchedRows", "UpdateRule"]

@@ -1,0 +1,70 @@
+"""What an update rule is: a state, and how touched rows and their state change."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import api as kernels
+
+
+class TouchedRows(NamedTuple):
+    """What an update rule is told of the rows to change, one shard's.
+
+    Attributes:
+      ids: the rows to change; `vocab` where an entry is to be skipped, as all are in an update that
+        is not valid.  # shape=(num_unique,), dtype=jnp.int32
+      gradients: each row's summed gradient, rounded to the table's dtype; this shard's columns.
+        # shape=(num_unique, shard_width), dtype=jnp.float32
+      square_sums: the gradient's squares, summed over the full width: the same on every rank.
+        # shape=(num_unique,), dtype=jnp.float32
+      valid: whether the update is applied.  # shape=(), dtype=bool
+    """
+
+    ids: jax.Array
+    gradients: jax.Array
+    square_sums: jax.Array
+    valid: jax.Array
+
+
+class UpdateRule(Protocol):
+    """How rows change. Implementations are frozen dataclasses registered as pytrees.
+
+    Leaves of the pytree are what may be traced (the learning rate); the rest is static.
+    """
+
+    def init(self, vocab: int) -> Any:
+        """The state of a table of `vocab` rows before the first update.
+
+        Leaves of two dimensions, (vocab, emb_width), are sharded like the table; all others are
+        replicated.
+        """
+
+    def apply(
+        self,
+        table: jax.Array,
+        state: Any,
+        rows: TouchedRows,
+        *,
+        emb_width: int,
+        implementation: kernels.Implementation,
+    ) -> tuple[jax.Array, Any]:
+        """The table and state after one update, of one shard.
+
+        Must change nothing where `rows.ids` has no row, nor anything at all unless `rows.valid`.
+        """
+
+
+def read_values(values: jax.Array, ids: jax.Array) -> jax.Array:
+    """One value a row, (vocab,), read at `ids`; zeros where there is no such row."""
+    return values.at[ids].get(mode="fill", fill_value=0)
+
+
+def write_values(values: jax.Array, ids: jax.Array, new: jax.Array) -> jax.Array:
+    """Sets one value a row, (vocab,), at `ids`; skips those behind the last row."""
+    return values.at[ids].set(new.astype(values.dtype), mode="drop")
+
+
+def tick(clock: jax.Array, valid: jax.Array) -> jax.Array:
+    """The clock of applied updates, one later when this one is applied."""
+    return clock + valid.astype(jnp.int32)

@@ -1,0 +1,248 @@
+"""Token ids: their checks, what an id outside the table means, and the batch's distinct ids."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from xrex import exchange, partition
+from xrex.context import AsyncEmbContextHandle
+
+_INT32 = np.iinfo(np.int32)
+
+
+class CompressedTokens(NamedTuple):
+    """The distinct ids of a batch, and where each token's id stands among them.
+
+    Attributes:
+      unique_tokens: each distinct id once, ascending; `vocab` behind the last.
+        # shape=(num_unique,), dtype=jnp.int32, replicated
+      segment_ids: the position of a token's id in `unique_tokens`, or -1 for a token that gets no
+        gradient.  # shape=(tokens_per_batch,), dtype=jnp.int32, sharded over the data axis
+      dropped: how many tokens with an id inside the table found no room in `num_unique`.
+        # shape=(), dtype=jnp.int32, replicated
+    """
+
+    unique_tokens: jax.Array
+    segment_ids: jax.Array
+    dropped: jax.Array
+
+
+class ResolvedIds(NamedTuple):
+    """Row numbers that ids stand for; -1 where there is none.
+
+    Attributes:
+      read: the row that a lookup reads; -1 means zeros.  # same shape as the ids, dtype=jnp.int32
+      trained: the row that gets the gradient.  # same shape as the ids, dtype=jnp.int32
+    """
+
+    read: jax.Array
+    trained: jax.Array
+
+
+def resolve_ids(handle: AsyncEmbContextHandle, ids: jax.Array, vocab: int) -> ResolvedIds:
+    """Applies the handle's policy for ids outside the table, the same for lookup and update.
+
+    With vocab=8 and out_of_range="clip", ids [3, -1, 9, -20] read rows [3, 7, 7, 0] and train
+    rows [3, 7, -1, -1]; with "zero" they read and train rows [3, -1, -1, -1].
+    """
+    rows = ids
+    if handle.out_of_range == "clip":
+        rows = jnp.where((ids < 0) & (ids >= -vocab), ids + vocab, ids)
+    trainable = (rows >= 0) & (rows < vocab)
+    if handle.padding_id is not None:
+        trainable &= (ids != handle.padding_id) & (rows != handle.padding_id)
+    trained = jnp.where(trainable, rows, -1)
+    read = jnp.clip(rows, 0, vocab - 1) if handle.out_of_range == "clip" else trained
+    return ResolvedIds(read, trained)
+
+
+def compress_token_ids(
+    handle: AsyncEmbContextHandle, token_ids: jax.typing.ArrayLike, vocab: int
+) -> CompressedTokens:
+    """Finds the distinct ids of a batch, for `update_start`. Global arrays.
+
+    With vocab=8, num_unique=3 and ids [5, 2, 5, 9]: unique_tokens [2, 5, 8], segment_ids
+    [1, 0, 1, -1], dropped 0. The order depends on the ids alone. When there are more distinct ids
+    than `num_unique`, the largest are left out.
+
+    Args:
+      handle: the layout.
+      token_ids: (tokens_per_batch,) int32, or a host array of any integer type whose values fit.
+      vocab: rows of the table.
+
+    Raises:
+      ValueError: a wrong shape, an id that does not fit in int32, or, with out_of_range="raise",
+        one outside the table.
+      TypeError: ids that are not integers.
+    """
+    check_vocab(vocab)
+    ids = check_token_ids(handle, token_ids, vocab)
+    return _compress(handle, vocab, ids)
+
+
+def compress_token_ids_per_shard(
+    handle: AsyncEmbContextHandle, token_ids: jax.Array, vocab: int
+) -> CompressedTokens:
+    """`compress_token_ids` for one shard, inside `shard_map`.
+
+    Args:
+      handle: the layout.
+      token_ids: (tokens_per_rank,) int32, this rank's.
+      vocab: rows of the table.
+
+    Returns:
+      `unique_tokens` and `dropped` of the whole batch, `segment_ids` (tokens_per_rank,) of this
+      rank's tokens.
+    """
+    check_shape("token_ids", token_ids, (handle.tokens_per_rank,))
+    return compress_gathered(handle, token_ids, exchange.gather_tokens(handle, token_ids), vocab)
+
+
+def compress_gathered(
+    handle: AsyncEmbContextHandle, token_ids: jax.Array, all_ids: jax.Array, vocab: int
+) -> CompressedTokens:
+    """The distinct ids among `all_ids` (G * T,), and the segments of this rank's `token_ids`."""
+    num_unique = handle.num_unique
+
+    def sort_keys(ids: jax.Array) -> jax.Array:
+        trained = resolve_ids(handle, ids, vocab).trained
+        return jnp.where(trained >= 0, trained, vocab)
+
+    # Only keys are sorted: sorting positions along with them costs several times as much.
+    ordered = jnp.sort(sort_keys(all_ids))
+    is_first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+    is_first &= ordered < vocab
+    position = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    unique = jnp.full((num_unique,), vocab, jnp.int32)
+    unique = unique.at[jnp.where(is_first, position, num_unique)].set(ordered, mode="drop")
+
+    keys = sort_keys(token_ids)
+    segments = jnp.searchsorted(unique, keys).astype(jnp.int32)
+    found = (keys < vocab) & (unique.at[segments].get(mode="clip") == keys)
+    dropped = jnp.sum((ordered < vocab) & (position >= num_unique), dtype=jnp.int32)
+    return CompressedTokens(unique, jnp.where(found, segments, -1), dropped)
+
+
+def compressed_specs(handle: AsyncEmbContextHandle) -> Any:
+    """The specs of `CompressedTokens`, as one."""
+    return CompressedTokens(
+        unique_tokens=partition.REPLICATED,  # type: ignore[arg-type]
+        segment_ids=partition.token_spec(handle),  # type: ignore[arg-type]
+        dropped=partition.REPLICATED,  # type: ignore[arg-type]
+    )
+
+
+@jax.jit(static_argnums=(0, 1))
+def _compress(handle: AsyncEmbContextHandle, vocab: int, ids: jax.Array) -> CompressedTokens:
+    def body(ids: jax.Array) -> CompressedTokens:
+        return compress_gathered(handle, ids, exchange.gather_tokens(handle, ids), vocab)
+
+    spec = partition.token_spec(handle)
+    with jax.named_scope("xrex.compress_token_ids"):
+        ids = partition.place(handle, ids, spec)
+        return partition.shard_map(handle, body, (spec,), compressed_specs(handle))(ids)
+
+
+def check_vocab(vocab: int) -> None:
+    """Raises ValueError unless `vocab` is a positive integer that int32 ids can reach."""
+    is_integer = isinstance(vocab, int | np.integer) and not isinstance(vocab, bool)
+    if not is_integer or not 0 < vocab <= _INT32.max:
+        raise ValueError(
+            f"async_emb vocab={vocab!r} must be a positive integer of at most {_INT32.max}"
+        )
+
+
+def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless the array has the shape."""
+    if np.shape(x) != shape:
+        raise ValueError(f"async_emb {name} has shape {np.shape(x)}, and must have {shape}")
+
+
+def check_token_ids(
+    handle: AsyncEmbContextHandle, token_ids: jax.typing.ArrayLike, vocab: int
+) -> jax.Array:
+    """The ids as a global int32 array, checked as far as they are known.
+
+    Values are read of arrays whose type is wider than int32 and, under the policy "raise", of all;
+    never of traced ones.
+
+    Raises:
+      ValueError: a wrong shape, a value that does not fit in int32 or, under "raise", one outside
+        the table.
+      TypeError: not integers, or a traced array of a type wider than int32.
+    """
+    ids = as_int32("token_ids", token_ids)
+    check_shape("token_ids", ids, (handle.tokens_per_batch,))
+    if handle.out_of_range == "raise":
+        if isinstance(ids, jax.core.Tracer):
+            _check_traced_range(handle, ids, vocab)
+        else:
+            values = _host_values("token_ids", ids)
+            outside = _is_outside(handle, values, vocab)
+            _raise_first("token_ids", values, outside, f"is outside the table of {vocab} rows")
+    if isinstance(ids, jax.core.Tracer):
+        return ids
+    return partition.place(handle, ids, partition.token_spec(handle))
+
+
+def as_int32(name: str, ids: jax.typing.ArrayLike) -> Any:
+    """Integers as int32, never truncated: NumPy for a host array, else a device array or tracer.
+
+    Raises:
+      ValueError: a value that does not fit in int32.
+      TypeError: not integers, or a traced array of a type wider than int32.
+    """
+    array: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"async_emb {name} must be integers, not {array.dtype}")
+    if not np.can_cast(array.dtype, np.int32):
+        if isinstance(array, jax.core.Tracer):
+            error = TypeError(
+                f"async_emb {name} of type {array.dtype} cannot be checked in a traced function"
+            )
+            error.add_note("Cast them to int32, or pass them to xrex outside of jit.")
+            raise error
+        array = _host_values(name, array)
+        too_wide = (array < _INT32.min) | (array > _INT32.max)
+        _raise_first(name, array, too_wide, "does not fit in int32")
+    return array.astype(np.int32)
+
+
+def _host_values(name: str, ids: Any) -> np.ndarray:
+    """The values of a concrete array, for a check on the host."""
+    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
+        error = TypeError(
+            f"async_emb {name} are spread over several processes, so their values cannot be "
+            "checked on the host"
+        )
+        error.add_note("Pass int32 ids, and out_of_range='zero' or 'clip'.")
+        raise error
+    return np.asarray(ids)
+
+
+def _raise_first(name: str, values: np.ndarray, bad: np.ndarray, complaint: str) -> None:
+    if bad.any():
+        position = int(np.argmax(bad.ravel()))
+        value = values.ravel()[position]
+        raise ValueError(f"async_emb {name}: id {value} at position {position} {complaint}")
+
+
+def _is_outside(handle: AsyncEmbContextHandle, ids: Any, vocab: int) -> Any:
+    """Whether ids are outside the table and not padding; NumPy and traced arrays alike."""
+    outside = (ids < 0) | (ids >= vocab)
+    return outside if handle.padding_id is None else outside & (ids != handle.padding_id)
+
+
+def _check_traced_range(handle: AsyncEmbContextHandle, ids: jax.Array, vocab: int) -> None:
+    outside = _is_outside(handle, ids, vocab)
+    position = jnp.argmax(outside)
+    checkify.check(
+        ~jnp.any(outside),
+        f"async_emb token_ids: id {{id}} at position {{position}} "
+        f"is outside the table of {vocab} rows",
+        id=ids[position],
+        position=position,
+    )

@@ -1,0 +1,261 @@
+"""Training rows: `update_start` exchanges and applies gradients, `update_done` tells how it went.
+
+The global functions take whole arrays, eagerly or under `jax.jit`; those that end in `_per_shard`
+are for people who write their own `shard_map`, and take one rank's arrays.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import api as kernels
+from xrex import exchange, partition
+from xrex.context import AsyncEmbContextHandle
+from xrex.lookup import TABLE_DTYPES, check_table, gated
+from xrex.rules.base import TouchedRows, UpdateRule
+from xrex.tokens import as_int32, check_shape
+
+
+class GradientUpdate(NamedTuple):
+    """One batch's gradients, as `update_start` takes them.
+
+    Attributes:
+      unique_tokens: ids of the rows to train, those inside the table distinct; any other is
+        dropped.  # shape=(num_unique,), dtype=jnp.int32, replicated
+      grads: each token's gradient.
+        # shape=(tokens_per_batch, emb_width), bfloat16 or float32, sharded `P(data_axis, None)`
+      segment_ids: the position of each token's id in `unique_tokens`; -1 for a token that has no
+        gradient.  # shape=(tokens_per_batch,), dtype=jnp.int32, sharded `P(data_axis)`
+      pending: whether the update is real; table and state keep every bit if it is not.
+        # shape=(), dtype=bool
+    """
+
+    unique_tokens: jax.Array
+    grads: jax.Array
+    segment_ids: jax.Array
+    pending: jax.Array | bool = True
+
+
+class UpdateResult(NamedTuple):
+    """How an update went, replicated.
+
+    Attributes:
+      norm: the root of all summed gradients' squares; may be infinite or NaN, and then the update
+        was skipped.  # shape=(), dtype=jnp.float32
+      valid: whether the update was applied: it was pending and its norm is finite.
+        # shape=(), dtype=bool
+      dropped: tokens whose gradient has no row to go to: out of range, padding, or left out for
+        lack of room.  # shape=(), dtype=jnp.int32
+    """
+
+    norm: jax.Array
+    valid: jax.Array
+    dropped: jax.Array
+
+
+class UpdatePin(NamedTuple):
+    """An update in flight, as `update_done` takes it.
+
+    Attributes:
+      result: what `update_done` returns; its arrays are ready when the update is.
+    """
+
+    result: UpdateResult
+
+
+def update_start(
+    handle: AsyncEmbContextHandle,
+    rule: UpdateRule,
+    update: GradientUpdate,
+    table: jax.Array,
+    state: Any,
+    *,
+    gate: jax.Array | None = None,
+) -> tuple[jax.Array, Any, UpdatePin]:
+    """Exchanges a batch's gradients and applies the rule to the rows they touch. Global arrays.
+
+    A row is touched when its id is inside the table and its summed gradient, rounded to the
+    table's dtype, is not zero. Rows that are not touched keep every bit of row and state. Sums are
+    float32 and in a fixed order: the same bits in every run. If the norm of the sums is not finite,
+    nothing changes at all.
+
+    Args:
+      handle: the layout.
+      rule: the update rule.
+      update: the gradients and where they belong; `compress_token_ids` makes its ids.
+      table: (vocab, emb_width) bfloat16 or float32, sharded `P(None, table_axis)`. Updated in
+        place in a program to which it is donated (`jax.jit(..., donate_argnums=...)`); copied
+        when called eagerly, so that the old table stays usable.
+      state: the rule's state, `rule.init(vocab)` at first; donated likewise.
+      gate: an array that must be computed before the exchange may be issued; its value is unused.
+
+    Returns:
+      The new table, the new state, and the pin for `update_done`.
+
+    Raises:
+      ValueError: a wrong shape, or ids inside the table that are listed twice (checked where their
+        values are known: not in a trace).
+      TypeError: a wrong dtype.
+    """
+    check_table(handle, table)
+    update = _checked_update(handle, update)
+    _check_distinct(update.unique_tokens, table.shape[0])
+    arrays = partition.place(handle, (update, table, state), _specs(handle, state))
+    return _update_start(handle, rule, *arrays, gate)
+
+
+def update_done(handle: AsyncEmbContextHandle, pin: UpdatePin) -> UpdateResult:
+    """The result of an update. Global arrays, or inside `shard_map`.
+
+    Args:
+      handle: the layout with which the update was started.
+      pin: what `update_start` returned.
+    """
+    del handle
+    return pin.result
+
+
+def update_start_per_shard(
+    handle: AsyncEmbContextHandle,
+    rule: UpdateRule,
+    update: GradientUpdate,
+    table: jax.Array,
+    state: Any,
+    *,
+    gate: jax.Array | None = None,
+) -> tuple[jax.Array, Any, UpdatePin]:
+    """`update_start` for one shard, inside `shard_map`.
+
+    Args:
+      handle: the layout.
+      rule: the update rule.
+      update: `unique_tokens` and `pending` of the whole batch, the same on every rank; `grads`
+        (tokens_per_rank, emb_width) and `segment_ids` (tokens_per_rank,) of this rank's tokens.
+      table: (vocab, shard_width), this rank's columns.
+      state: the rule's state, the same on every rank; slot tables (vocab, shard_width).
+      gate: as in `update_start`.
+    """
+    check_shape("grads", update.grads, (handle.tokens_per_rank, handle.emb_width))
+    check_shape("segment_ids", update.segment_ids, (handle.tokens_per_rank,))
+    check_shape("unique_tokens", update.unique_tokens, (handle.num_unique,))
+    check_shape("table", table, (table.shape[0], handle.shard_width))
+    update = update._replace(grads=gated(update.grads, gate))
+    return apply_update(handle, rule, update, table, state)
+
+
+def apply_update(
+    handle: AsyncEmbContextHandle,
+    rule: UpdateRule,
+    update: GradientUpdate,
+    table: jax.Array,
+    state: Any,
+) -> tuple[jax.Array, Any, UpdatePin]:
+    """The body of `update_start`, one shard's."""
+    vocab = table.shape[0]
+    unique = update.unique_tokens
+    in_table = (unique >= 0) & (unique < vocab)
+    segments = exchange.gather_tokens(handle, update.segment_ids)
+    gradients, square_sums = _sum_gradients(handle, update.grads, segments, table.dtype)
+    # Masked before the exchange: what has no row must count neither in the norm nor as an overflow.
+    square_sums = jnp.where(in_table, square_sums, jnp.zeros((), jnp.float32))
+    square_sums = exchange.sum_over_ranks(handle, square_sums)
+    norm = jnp.sqrt(jnp.sum(square_sums))
+    valid = jnp.isfinite(norm) & jnp.asarray(update.pending)
+    touched = in_table & (square_sums > 0) & valid
+    rows = TouchedRows(jnp.where(touched, unique, vocab), gradients, square_sums, valid)
+    table, state = rule.apply(
+        table, state, rows, emb_width=handle.emb_width, implementation=handle.implementation
+    )
+    segments = jnp.where(segments >= 0, segments, handle.num_unique)
+    kept = in_table.at[segments].get(mode="fill", fill_value=False)
+    dropped = jnp.sum(~kept, dtype=jnp.int32)
+    return table, state, UpdatePin(UpdateResult(norm, valid, dropped))
+
+
+def _sum_gradients(
+    handle: AsyncEmbContextHandle,
+    grads: jax.Array,
+    segments: jax.Array,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """This rank's columns of each segment's sum, and their square sums: (U, w), (U,)."""
+    blocks = exchange.rows_to_blocks(grads, handle.group_size)
+    received = exchange.exchange_blocks(handle, blocks)
+    return kernels.segment_sum(
+        received.reshape(-1, received.shape[-1]),
+        segments,
+        handle.num_unique,
+        dtype=dtype,
+        implementation=handle.implementation,
+    )
+
+
+def _specs(handle: AsyncEmbContextHandle, state: Any) -> tuple[GradientUpdate, P, Any]:
+    """The specs of an update, a table and a state."""
+    update = GradientUpdate(
+        unique_tokens=partition.REPLICATED,  # type: ignore[arg-type]
+        grads=partition.token_rows_spec(handle),  # type: ignore[arg-type]
+        segment_ids=partition.token_spec(handle),  # type: ignore[arg-type]
+        pending=partition.REPLICATED,  # type: ignore[arg-type]
+    )
+    return update, partition.table_spec(handle), partition.state_specs(handle, state)
+
+
+@jax.jit(static_argnums=0)
+def _update_start(
+    handle: AsyncEmbContextHandle,
+    rule: UpdateRule,
+    update: GradientUpdate,
+    table: jax.Array,
+    state: Any,
+    gate: jax.Array | None,
+) -> tuple[jax.Array, Any, UpdatePin]:
+    specs = _specs(handle, state)
+    rule_specs = jax.tree.map(lambda _: partition.REPLICATED, rule)
+    apply = partition.shard_map(
+        handle,
+        lambda rule, update, table, state: apply_update(handle, rule, update, table, state),
+        (rule_specs, *specs),
+        (*specs[1:], partition.REPLICATED),
+    )
+    with jax.named_scope("xrex.update_start"):
+        update = update._replace(grads=gated(update.grads, gate))
+        return apply(rule, *partition.place(handle, (update, table, state), specs))
+
+
+def _checked_update(handle: AsyncEmbContextHandle, update: GradientUpdate) -> GradientUpdate:
+    """The update with its ids as int32 and `pending` as an array."""
+    check_shape("unique_tokens", update.unique_tokens, (handle.num_unique,))
+    check_shape("grads", update.grads, (handle.tokens_per_batch, handle.emb_width))
+    check_shape("segment_ids", update.segment_ids, (handle.tokens_per_batch,))
+    check_shape("pending", update.pending, ())
+    if update.grads.dtype not in TABLE_DTYPES:
+        raise TypeError(f"async_emb grads must be bfloat16 or float32, not {update.grads.dtype}")
+    pending = jnp.asarray(update.pending)
+    if pending.dtype != jnp.bool_:
+        raise TypeError(f"async_emb pending must be a bool, not {pending.dtype}")
+    return update._replace(
+        unique_tokens=as_int32("unique_tokens", update.unique_tokens),
+        segment_ids=as_int32("segment_ids", update.segment_ids),
+        pending=pending,
+    )
+
+
+def _check_distinct(unique_tokens: jax.Array, vocab: int) -> None:
+    """Raises for a row listed twice, where the values are at hand."""
+    if isinstance(unique_tokens, jax.core.Tracer):
+        return
+    if isinstance(unique_tokens, jax.Array) and not unique_tokens.is_fully_addressable:
+        return
+    tokens = np.asarray(unique_tokens)
+    inside = tokens[(tokens >= 0) & (tokens < vocab)]
+    values, counts = np.unique(inside, return_counts=True)
+    if (counts > 1).any():
+        token = values[np.argmax(counts > 1)]
+        positions = np.flatnonzero(tokens == token).tolist()
+        error = ValueError(f"async_emb unique_tokens lists id {token} at positions {positions}")
+        error.add_note("List each row once; compress_token_ids does.")
+        raise error
