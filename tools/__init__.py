@@ -1,0 +1,1 @@
+"""Command-line tools, run from the repository: `python -m tools.train`."""

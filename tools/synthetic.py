@@ -1,0 +1,90 @@
+"""A seeded click stream of any size: Zipf-distributed users and items with planted preferences."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.clicks import ClickData, Feature, check_labels, split_at
+
+
+@dataclass(frozen=True)
+class SyntheticConfig:
+    """How large a stream, and how it is drawn.
+
+    Attributes:
+      examples: clicks and non-clicks in all.
+      users: distinct users.
+      items: distinct items.
+      categories: distinct categories; an item belongs to one.
+      zipf: exponent of the popularity of users and items; 0 makes all alike.
+      taste_width: dimension of the planted taste vectors.
+      seed: of everything drawn.
+    """
+
+    examples: int = 100_000
+    users: int = 4_000
+    items: int = 4_000
+    categories: int = 32
+    zipf: float = 1.2
+    taste_width: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that make no stream."""
+        for name in ("users", "items", "categories", "taste_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"synthetic {name}={getattr(self, name)} must be positive")
+        if self.examples < 2:
+            raise ValueError(f"synthetic examples={self.examples} must be at least 2")
+        if not 0 <= self.zipf < 10:
+            raise ValueError(f"synthetic zipf={self.zipf} must be from 0 to below 10")
+
+
+def synthetic_clicks(config: SyntheticConfig) -> ClickData:
+    """Draws the stream. The same config gives the same bits.
+
+    A click's log-odds are the user's bias, the item's bias, and the dot product of the user's taste
+    with the item's traits, which lie near their category's: so the category helps where an item is
+    rare. The vocabulary keeps users and items that are never drawn: its size is the config's.
+    """
+    rng = np.random.default_rng(config.seed)
+    users = _zipf(rng, config.examples, config.users, config.zipf)
+    items = _zipf(rng, config.examples, config.items, config.zipf)
+    category_of = rng.integers(config.categories, size=config.items)
+
+    width = config.taste_width
+    tastes = rng.standard_normal((config.users, width), np.float32)
+    traits = rng.standard_normal((config.categories, width), np.float32)[category_of]
+    traits += 0.5 * rng.standard_normal((config.items, width), np.float32)
+    user_bias = 0.5 * rng.standard_normal(config.users, np.float32)
+    item_bias = rng.standard_normal(config.items, np.float32)
+
+    affinity = np.sum(tastes[users] * traits[items], axis=1) / np.sqrt(width)
+    log_odds = user_bias[users] + item_bias[items] + affinity
+    clicked = rng.random(config.examples) < 1 / (1 + np.exp(-log_odds))
+
+    sizes = {"user": config.users, "item": config.items, "category": config.categories}
+    features, offset = [], 0
+    for name, size in sizes.items():
+        features.append(Feature(name, offset, size, slots=1))
+        offset += size
+    values = np.stack([users, items, category_of[items]], axis=1)
+    offsets = np.asarray([feature.offset for feature in features])
+    data = ClickData(
+        name="synthetic",
+        features=tuple(features),
+        token_ids=(values + offsets).astype(np.int32),
+        grades=clicked.astype(np.float32)[:, None],
+        label_level=0,
+        train_size=split_at(config.examples),
+    )
+    check_labels(data)
+    return data
+
+
+def _zipf(rng: np.random.Generator, draws: int, size: int, exponent: float) -> np.ndarray:
+    """Draws numbers below `size`, the k-th most frequent with odds of k**-exponent."""
+    cumulative = np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
+    ranks = np.searchsorted(cumulative, rng.random(draws) * cumulative[-1], side="right")
+    # So that a frequent id says nothing of its number.
+    return rng.permutation(size)[np.minimum(ranks, size - 1)]
