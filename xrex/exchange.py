@@ -5,6 +5,7 @@ rank.
 """
 
 import jax
+import jax.numpy as jnp
 
 from xrex.context import AsyncEmbContextHandle
 
@@ -23,7 +24,11 @@ def exchange_blocks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
     """
     if not handle.table_axis:
         return x
-    return jax.lax.all_to_all(x, handle.table_axis, split_axis=0, concat_axis=0)
+    # As bits: XLA's CPU backend sends bfloat16 as float32, which does not keep the bits of a NaN.
+    narrow = x.dtype == jnp.bfloat16
+    sent = jax.lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
+    received = jax.lax.all_to_all(sent, handle.table_axis, split_axis=0, concat_axis=0)
+    return jax.lax.bitcast_convert_type(received, x.dtype) if narrow else received
 
 
 def sum_over_ranks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
