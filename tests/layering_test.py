@@ -1,0 +1,107 @@
+"""The layers point one way, and importing xrex is free of side effects."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# What a folder's modules may import of the project, by prefix.
+MAY_IMPORT = {
+    "pallas_kernels": ("pallas_kernels",),
+    "xrex": ("xrex", "pallas_kernels.api"),
+    "tools": ("tools", "xrex", "pallas_kernels"),
+}
+OWN = ("pallas_kernels", "tests", "tools", "xrex")
+# The one module that may use JAX's private parts; tests may too.
+COMPATIBILITY = "pallas_kernels/compat.py"
+# Imported by the suite or the tools alone.
+NOT_FOR_USERS = ("chex", "hypothesis", "matplotlib", "optax", "pytest", "rich", "tests", "tools")
+
+
+def is_within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def imported_names(source: str) -> Iterator[str]:
+    """Every dotted name that a module imports; a relative import has a leading dot."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = "." * node.level + (node.module or "")
+            yield from (f"{parent}.{alias.name}" for alias in node.names)
+
+
+def forbidden_imports(file: str, source: str) -> list[str]:
+    """What the file at that path from the root imports against the rules."""
+    folder = file.partition("/")[0]
+    return [
+        name
+        for name in imported_names(source)
+        if name.startswith(".")
+        or (is_within(name, OWN) and not is_within(name, MAY_IMPORT[folder]))
+        or (is_within(name, ("jax._src",)) and file != COMPATIBILITY)
+    ]
+
+
+def files_of(folder: str) -> list[str]:
+    return sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_every_import_points_down(folder: str) -> None:
+    files = files_of(folder)
+    assert files
+    wrong = {file: forbidden_imports(file, (ROOT / file).read_text()) for file in files}
+    assert {file: names for file, names in wrong.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("pallas_kernels/api.py", "import xrex"),
+        ("pallas_kernels/api.py", "from xrex.context import Handle"),
+        ("pallas_kernels/api.py", "def late():\n    from xrex import context"),
+        ("xrex/lookup.py", "from pallas_kernels import reference"),
+        ("xrex/lookup.py", "from tests import oracle"),
+        ("xrex/lookup.py", "from tools import clicks"),
+        ("xrex/lookup.py", "from . import exchange"),
+        ("xrex/lookup.py", "from jax._src import core"),
+        ("tools/train.py", "import jax._src.core"),
+    ],
+)
+def test_a_wrong_import_is_seen(file: str, source: str) -> None:
+    assert forbidden_imports(file, source)
+
+
+def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "works"),
+    [("import xrex, xrex.pmap", True), ("import jax; jax.devices()", False)],
+)
+def test_importing_xrex_touches_no_device(program: str, works: bool) -> None:
+    # With a platform that does not exist, the first look at a device raises.
+    result = run_python(program, JAX_PLATFORMS="no_such_platform")
+    assert (result.returncode == 0) == works, result.stderr
+
+
+def test_importing_xrex_imports_no_package_of_the_suite() -> None:
+    result = run_python("import sys, xrex, xrex.pmap; print(*sys.modules)")
+    assert result.returncode == 0, result.stderr
+    loaded = {name for name in result.stdout.split() if is_within(name, NOT_FOR_USERS)}
+    assert loaded == set()
