@@ -13,6 +13,8 @@ from xrex.lookup import (
     lookup_start,
     lookup_start_per_shard,
 )
+from xrex.pipeline import Pipeline, make_pipeline
+from xrex.pipeline_state import Batch, PipelineState, StepMetrics
 from xrex.rules import RowwiseAdagrad, RowwiseAdagradState, UpdateRule
 from xrex.tokens import CompressedTokens, compress_token_ids, compress_token_ids_per_shard
 from xrex.update import (
@@ -28,11 +30,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEmbContextHandle",
+    "Batch",
     "CompressedTokens",
     "GradientUpdate",
     "LookupPin",
+    "Pipeline",
+    "PipelineState",
     "RowwiseAdagrad",
     "RowwiseAdagradState",
+    "StepMetrics",
     "UpdatePin",
     "UpdateResult",
     "UpdateRule",
@@ -44,6 +50,7 @@ __all__ = [
     "lookup_start",
     "lookup_start_per_shard",
     "make_context_handle",
+    "make_pipeline",
     "single_shard_per_rank",
     "update_done",
     "update_start",

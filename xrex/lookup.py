@@ -4,15 +4,22 @@ The global functions take whole arrays, eagerly or under `jax.jit`; those that e
 are for people who write their own `shard_map`, and take one rank's arrays.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import api as kernels
 from xrex import exchange, partition
 from xrex.context import AsyncEmbContextHandle
-from xrex.tokens import check_shape, check_token_ids, resolve_ids
+from xrex.tokens import (
+    check_shape,
+    check_token_ids,
+    check_vocab,
+    gather_token_ids_per_shard,
+    resolve_ids,
+)
 
 TABLE_DTYPES = (jnp.bfloat16, jnp.float32)
 
@@ -49,7 +56,8 @@ def lookup_start(
     Raises:
       ValueError: a wrong shape, an id that does not fit in int32 or, with out_of_range="raise",
         one outside the table.
-      TypeError: ids that are not integers, or a table of another dtype.
+      TypeError: ids that are not integers, a table of another dtype, or `jax.grad` with respect to
+        the table: its gradients are those of `lookup_done`'s rows, which `update_start` takes.
     """
     check_table(handle, table)
     ids = check_token_ids(handle, token_ids, table.shape[0])
@@ -88,9 +96,9 @@ def lookup_start_per_shard(
       table: (vocab, shard_width), this rank's columns.
       gate: as in `lookup_start`.
     """
-    check_shape("token_ids", token_ids, (handle.tokens_per_rank,))
-    check_shape("table", table, (table.shape[0], handle.shard_width))
-    rows = gather_for_exchange(handle, exchange.gather_tokens(handle, token_ids), table)
+    check_table_shard(handle, table)
+    all_ids = gather_token_ids_per_shard(handle, token_ids, table.shape[0])
+    rows = gather_for_exchange(handle, all_ids, table)
     return LookupPin(exchange.exchange_blocks(handle, gated(rows, gate)))
 
 
@@ -106,7 +114,9 @@ def gather_for_exchange(
 ) -> jax.Array:
     """This rank's columns of every rank's tokens: (G * T,), (vocab, w) -> (G, T, w)."""
     rows = resolve_ids(handle, all_ids, table.shape[0]).read
-    gathered = kernels.gather_rows(table, rows, implementation=handle.implementation)
+    gathered = kernels.gather_rows(
+        _not_differentiable(table), rows, implementation=handle.implementation
+    )
     return gathered.reshape(handle.group_size, -1, table.shape[1])
 
 
@@ -135,14 +145,39 @@ def gated(x: jax.Array, gate: jax.Array | None) -> jax.Array:
     return x
 
 
-def check_table(handle: AsyncEmbContextHandle, table: jax.Array) -> None:
+def check_table(handle: AsyncEmbContextHandle, table: jax.Array | np.ndarray) -> None:
     """Raises unless the table has the handle's width and a dtype that tables may have."""
-    if table.ndim != 2 or table.shape[1] != handle.emb_width:
-        raise ValueError(
-            f"async_emb table has shape {table.shape}, and must have (vocab, {handle.emb_width})"
-        )
+    _check_table(table, handle.emb_width)
+
+
+def check_table_shard(handle: AsyncEmbContextHandle, table: jax.Array) -> None:
+    """`check_table` for one shard."""
+    _check_table(table, handle.shard_width)
+
+
+def _check_table(table: jax.Array | np.ndarray, width: int) -> None:
+    if table.ndim != 2 or table.shape[1] != width:
+        raise ValueError(f"async_emb table has shape {table.shape}, and must have (vocab, {width})")
+    check_vocab(table.shape[0])
     if table.dtype not in TABLE_DTYPES:
         raise TypeError(f"async_emb table must be bfloat16 or float32, not {table.dtype}")
+
+
+@jax.custom_jvp
+def _not_differentiable(table: jax.Array) -> jax.Array:
+    """The same table, for which `jax.grad` is an error: it would be zeros, or dense."""
+    return table
+
+
+@_not_differentiable.defjvp
+def _refuse_tangent(primals: Any, tangents: Any) -> NoReturn:
+    del primals, tangents
+    error = TypeError("async_emb lookups cannot be differentiated with respect to the table")
+    error.add_note(
+        "Differentiate with respect to the rows that lookup_done returns, and pass those gradients "
+        "to update_start."
+    )
+    raise error
 
 
 @jax.jit(static_argnums=0)

@@ -43,6 +43,11 @@ def received_spec(handle: AsyncEmbContextHandle) -> P:
     return P(None, handle.data_axis, None)
 
 
+def micro_batch_spec(handle: AsyncEmbContextHandle) -> P:
+    """Token arrays cut into micro-batches, (micro_batches, tokens, ...): see `xrex.accumulate`."""
+    return P(None, handle.data_axis)
+
+
 def state_specs(handle: AsyncEmbContextHandle, state: Any) -> Any:
     """The specs of an update rule's state.
 
@@ -81,5 +86,16 @@ def _place_leaf(handle: AsyncEmbContextHandle, leaf: Any, spec: P) -> Any:
     if not isinstance(leaf, jax.core.Tracer):
         return jax.device_put(leaf, NamedSharding(handle.mesh, spec))
     if AxisType.Explicit in handle.mesh.axis_types:
-        return jax.sharding.reshard(leaf, NamedSharding(handle.mesh, spec))
+        return jax.sharding.reshard(leaf, NamedSharding(handle.mesh, _explicit_part(handle, spec)))
     return leaf
+
+
+def _explicit_part(handle: AsyncEmbContextHandle, spec: P) -> P:
+    """The spec without the axes of type Auto, over which only the compiler may shard."""
+    types = dict(zip(handle.mesh.axis_names, handle.mesh.axis_types, strict=True))
+
+    def explicit(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(axis for axis in axes if types[axis] == AxisType.Explicit)
+
+    return P(*map(explicit, spec))

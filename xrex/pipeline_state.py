@@ -1,0 +1,79 @@
+"""The state of the training pipeline, named by age, and what goes in and out of a step."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from xrex.lookup import LookupPin
+from xrex.tokens import CompressedTokens
+from xrex.update import GradientUpdate, UpdateResult
+
+
+class Batch(NamedTuple):
+    """One batch of a training stream.
+
+    Attributes:
+      token_ids: shape=(tokens_per_batch,), integers
+      inputs: what the loss needs besides the rows: any pytree of arrays. Host arrays whose first
+        axis divides evenly are sharded over the data axis, others replicated.
+    """
+
+    token_ids: Any
+    inputs: Any
+
+
+class StartedLookup(NamedTuple):
+    """What has been started for a batch before its step.
+
+    Attributes:
+      tokens: the batch's distinct ids
+      rows: its rows in flight
+    """
+
+    tokens: CompressedTokens
+    rows: LookupPin
+
+
+class PipelineState(NamedTuple):
+    """Everything that a step reads and writes: a plain pytree.
+
+    Attributes:
+      table: shape=(vocab, emb_width), sharded `P(None, table_axis)`
+      rule_state: state of the table's update rule
+      dense_params: parameters of the dense model
+      optimizer_state: state of the dense optimizer
+      step: batches trained so far.  # shape=(), dtype=jnp.int32
+      current_batch: batch `step`, which the next step trains on; None when idle
+      current_lookup: what was started for it; None when idle, and with staleness 0, where its own
+        step reads the rows
+      previous_update: gradients of batch `step - 1`, which the next step or `flush` applies; not
+        pending where there are none to apply; None when idle, and with staleness 0
+    """
+
+    table: jax.Array
+    rule_state: Any
+    dense_params: Any
+    optimizer_state: Any
+    step: jax.Array
+    current_batch: Batch | None = None
+    current_lookup: StartedLookup | None = None
+    previous_update: GradientUpdate | None = None
+
+
+class StepMetrics(NamedTuple):
+    """What one step tells, replicated.
+
+    Attributes:
+      loss: of the batch that was trained.  # shape=(), the loss function's dtype
+      skipped: whether one of its gradients was not finite, which cancels its dense update and its
+        table update together.  # shape=(), dtype=bool
+      dropped: its tokens with an id inside the table that found no room in `num_unique`.
+        # shape=(), dtype=jnp.int32
+      update: the result of the table update that was applied last: with staleness 1 that of the
+        batch before (not valid in the first step), except in `finish`, where it is its own.
+    """
+
+    loss: jax.Array
+    skipped: jax.Array
+    dropped: jax.Array
+    update: UpdateResult
