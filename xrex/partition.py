@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -83,19 +84,10 @@ def place(handle: AsyncEmbContextHandle, tree: Any, specs: Any) -> Any:
 def _place_leaf(handle: AsyncEmbContextHandle, leaf: Any, spec: P) -> Any:
     if leaf is None:
         return None
+    explicit = AxisType.Explicit in handle.mesh.axis_types
+    if explicit:
+        # As computations on explicit axes return it: P() and P(None) are two types to jax.jit.
+        spec = P(*spec, *[None] * (np.ndim(leaf) - len(spec)))
     if not isinstance(leaf, jax.core.Tracer):
         return jax.device_put(leaf, NamedSharding(handle.mesh, spec))
-    if AxisType.Explicit in handle.mesh.axis_types:
-        return jax.sharding.reshard(leaf, NamedSharding(handle.mesh, _explicit_part(handle, spec)))
-    return leaf
-
-
-def _explicit_part(handle: AsyncEmbContextHandle, spec: P) -> P:
-    """The spec without the axes of type Auto, over which only the compiler may shard."""
-    types = dict(zip(handle.mesh.axis_names, handle.mesh.axis_types, strict=True))
-
-    def explicit(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        axes = (entry,) if isinstance(entry, str) else entry or ()
-        return tuple(axis for axis in axes if types[axis] == AxisType.Explicit)
-
-    return P(*map(explicit, spec))
+    return jax.sharding.reshard(leaf, NamedSharding(handle.mesh, spec)) if explicit else leaf
