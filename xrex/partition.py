@@ -90,4 +90,17 @@ def _place_leaf(handle: AsyncEmbContextHandle, leaf: Any, spec: P) -> Any:
         spec = P(*spec, *[None] * (np.ndim(leaf) - len(spec)))
     if not isinstance(leaf, jax.core.Tracer):
         return jax.device_put(leaf, NamedSharding(handle.mesh, spec))
-    return jax.sharding.reshard(leaf, NamedSharding(handle.mesh, spec)) if explicit else leaf
+    if explicit:
+        return jax.sharding.reshard(leaf, NamedSharding(handle.mesh, _explicit_part(handle, spec)))
+    return leaf
+
+
+def _explicit_part(handle: AsyncEmbContextHandle, spec: P) -> P:
+    """The spec without the axes of type Auto, over which only the compiler may shard."""
+    types = dict(zip(handle.mesh.axis_names, handle.mesh.axis_types, strict=True))
+
+    def explicit(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(axis for axis in axes if types[axis] == AxisType.Explicit) or None
+
+    return P(*map(explicit, spec))
