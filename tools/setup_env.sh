@@ -3,7 +3,8 @@
 #
 #   bash tools/setup_env.sh [--bazel] [--aot]
 #
-# --bazel  also sees to it that `bazel` is on PATH (Debian's bazel-bootstrap, where apt exists).
+# --bazel  also sees to it that `bazel` is on PATH (Debian's bazel-bootstrap, where apt exists), and
+#          puts buildifier, which checks BUILD files, into .venv (where npm exists).
 # --aot    also installs what tools/compile_for_gpu.py needs (about 400 MB).
 #
 # XREX_PYTHON  the interpreter to build .venv with (default: python3; 3.11 or newer).
@@ -28,6 +29,42 @@ install_pinned() {
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@:2}" -r "$requirements" ||
     fail "pip could not install $requirements (its message is above): check the network, then run this again"
   cp "$requirements" "$stamp"
+}
+
+install_bazel() {
+  command -v apt-get >/dev/null ||
+    fail "no bazel on PATH and no apt-get here: install Bazel 4.2 to 6 (or Bazelisk) and run this again"
+  echo "setup_env: installing bazel-bootstrap" >&2
+  { apt-get -qq update && apt-get -qq install -y --no-install-recommends bazel-bootstrap; } >/dev/null ||
+    fail "apt-get could not install bazel-bootstrap (as root?): install Bazel 4.2 to 6 and run this again"
+}
+
+# No Python package has buildifier; its npm package holds the binaries of every platform.
+install_buildifier() {
+  local version=8.2.1 sha256=b96ea9b13003036c801f52bee6f9b0314738f8432e5cb9d814c89f59292604ee
+  local target="$venv/bin/buildifier" scratch platform
+  "$target" --version 2>/dev/null | grep -q "version: $version" && return 0
+  if ! command -v npm >/dev/null; then
+    echo "setup_env: no npm, so no buildifier: the format of BUILD files stays unchecked" >&2
+    return 0
+  fi
+  case "$(uname -s)-$(uname -m)" in
+    Linux-x86_64) platform=linux_amd64 ;;
+    Linux-aarch64) platform=linux_arm64 ;;
+    Darwin-x86_64) platform=darwin_amd64 ;;
+    Darwin-arm64) platform=darwin_arm64 ;;
+    *) fail "buildifier has no binary for $(uname -s) on $(uname -m)" ;;
+  esac
+  echo "setup_env: installing buildifier $version into $venv" >&2
+  scratch="$(mktemp -d)"
+  (
+    cd "$scratch" &&
+      npm pack --silent "@bazel/buildifier@$version" >/dev/null &&
+      echo "$sha256  bazel-buildifier-$version.tgz" | sha256sum --check --quiet &&
+      tar -xzf "bazel-buildifier-$version.tgz" "package/buildifier-$platform"
+  ) || fail "npm could not fetch buildifier $version (its message is above)"
+  install -m 755 "$scratch/package/buildifier-$platform" "$target"
+  rm -r "$scratch"
 }
 
 want_bazel=false
@@ -58,10 +95,7 @@ if $want_aot; then
   # --no-deps: the plugins ask for CUDA's runtime libraries, which compiling does not need.
   install_pinned requirements-aot.txt --no-deps
 fi
-if $want_bazel && ! command -v bazel >/dev/null; then
-  command -v apt-get >/dev/null ||
-    fail "no bazel on PATH and no apt-get here: install Bazel 4.2 to 6 (or Bazelisk) and run this again"
-  echo "setup_env: installing bazel-bootstrap" >&2
-  apt-get -qq update && apt-get -qq install -y --no-install-recommends bazel-bootstrap >/dev/null ||
-    fail "apt-get could not install bazel-bootstrap (as root?): install Bazel 4.2 to 6 and run this again"
+if $want_bazel; then
+  command -v bazel >/dev/null || install_bazel
+  install_buildifier
 fi
