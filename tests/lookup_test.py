@@ -182,5 +182,20 @@ def test_a_pin_of_another_layout_is_refused() -> None:
     handle = layouts.line(2, tokens_per_batch=4, emb_width=2, num_unique=2)
     other = layouts.line(2, tokens_per_batch=2, emb_width=2, num_unique=2)
     pin = xrex.lookup_start(handle, [0, 1, 2, 3], jnp.ones((8, 2)))
-    with pytest.raises(ValueError, match="pin.blocks has shape"):
+    with pytest.raises(ValueError, match=r"pin\.blocks has shape"):
         xrex.lookup_done(other, pin)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_the_rows_have_gradients_and_the_table_has_none(dtype: Any) -> None:
+    handle = layouts.FEW_LAYOUTS[0].handle()
+    table, ids = layouts.random_table(1, dtype), layouts.random_ids(2)
+
+    def loss(table: jax.Array, offsets: jax.Array) -> jax.Array:
+        return jnp.sum(lookup(handle, ids, table) + offsets)
+
+    offsets = jnp.zeros((layouts.TOKENS, layouts.WIDTH), dtype)
+    assert_same_bits(jax.grad(loss, argnums=1)(table, offsets), np.ones_like(offsets))
+    with pytest.raises(TypeError, match="cannot be differentiated with respect to the table") as e:
+        jax.grad(loss)(table, offsets)
+    assert "lookup_done" in e.value.__notes__[0]

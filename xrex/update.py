@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import api as kernels
 from xrex import exchange, partition
 from xrex.context import AsyncEmbContextHandle
-from xrex.lookup import TABLE_DTYPES, check_table, gated
+from xrex.lookup import TABLE_DTYPES, check_table, check_table_shard, gated
 from xrex.rules.base import TouchedRows, UpdateRule
 from xrex.tokens import as_int32, check_shape
 
@@ -141,7 +141,7 @@ def update_start_per_shard(
     check_shape("grads", update.grads, (handle.tokens_per_rank, handle.emb_width))
     check_shape("segment_ids", update.segment_ids, (handle.tokens_per_rank,))
     check_shape("unique_tokens", update.unique_tokens, (handle.num_unique,))
-    check_shape("table", table, (table.shape[0], handle.shard_width))
+    check_table_shard(handle, table)
     update = update._replace(grads=gated(update.grads, gate))
     return apply_update(handle, rule, update, table, state)
 

@@ -1,7 +1,6 @@
 """Rowwise Adagrad: one accumulator a row, with decay that may be caught up lazily."""
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,9 @@ import numpy as np
 
 from pallas_kernels import api as kernels
 from xrex.rules.base import TouchedRows, read_values, tick, write_values
+
+# The positive numbers of float32; XLA flushes smaller ones to zero.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class RowwiseAdagradState(NamedTuple):
@@ -81,6 +83,8 @@ class RowwiseAdagrad:
                 )
         else:
             _check_number("learning_rate", self.learning_rate, positive=False)
+            # One type, so that rules which differ in the rate alone share a program.
+            object.__setattr__(self, "learning_rate", float(self.learning_rate))
         _check_number("eps", self.eps, positive=True)
         if self.half_life_steps is not None:
             _check_number("half_life_steps", self.half_life_steps, positive=True)
@@ -132,7 +136,9 @@ class RowwiseAdagrad:
         if state.last_step is None:
             return jnp.ones(rows.ids.shape, jnp.float32), None
         elapsed = jnp.maximum(state.clock - read_values(state.last_step, rows.ids), 0)
-        now = jnp.broadcast_to(state.clock, rows.ids.shape)
+        elapsed, now = jax.lax.optimization_barrier(
+            (elapsed, jnp.broadcast_to(state.clock, rows.ids.shape))
+        )
         return elapsed.astype(jnp.float32), write_values(state.last_step, rows.ids, now)
 
     def _accumulator_decay(self, elapsed: jax.Array) -> jax.Array:
@@ -174,12 +180,9 @@ def _row_function(dtype: jax.typing.DTypeLike) -> kernels.RowFunction:
 
 
 def _check_number(name: str, value: object, *, positive: bool) -> None:
-    is_number = isinstance(value, numbers.Real | np.number) and not isinstance(
-        value, bool | np.bool_
-    )
-    if is_number:
-        number = float(value)  # type: ignore[arg-type]
-        if math.isfinite(number) and (number > 0 or (number == 0 and not positive)):
-            return
-    wanted = "positive" if positive else "non-negative"
-    raise ValueError(f"{name}={value!r} must be a finite {wanted} number")
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    is_number = is_number and not isinstance(value, bool)
+    lowest = _SMALLEST if positive else 0
+    if not is_number or not lowest <= value <= _LARGEST:  # type: ignore[operator]
+        wanted = "positive" if positive else "non-negative"
+        raise ValueError(f"{name}={value!r} must be a {wanted} number that float32 can hold")
