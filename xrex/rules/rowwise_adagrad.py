@@ -136,9 +136,9 @@ class RowwiseAdagrad:
         if state.last_step is None:
             return jnp.ones(rows.ids.shape, jnp.float32), None
         elapsed = jnp.maximum(state.clock - read_values(state.last_step, rows.ids), 0)
-        elapsed, now = jax.lax.optimization_barrier(
-            (elapsed, jnp.broadcast_to(state.clock, rows.ids.shape))
-        )
+        now = jnp.broadcast_to(state.clock, rows.ids.shape)
+        # Without the barrier XLA reads `last_step` again after it was written: from a copy.
+        elapsed, now = jax.lax.optimization_barrier((elapsed, now))
         return elapsed.astype(jnp.float32), write_values(state.last_step, rows.ids, now)
 
     def _accumulator_decay(self, elapsed: jax.Array) -> jax.Array:
