@@ -133,6 +133,15 @@ def reached_from(label: str, targets: dict[str, Target]) -> set[str]:
     return reached
 
 
+def expected_rule(root: Path, target: Target) -> str:
+    """pytest_test for tests, py_binary for what can be run of the tools, else py_library."""
+    if any(source.endswith("_test.py") for source in target.sources):
+        return "pytest_test"
+    texts = [(root / file).read_text() for file in target.sources if (root / file).exists()]
+    is_program = any('if __name__ == "__main__"' in text for text in texts)
+    return "py_binary" if is_program and target.folder == "tools" else "py_library"
+
+
 def audit_files(root: Path, folder: str, targets: list[Target]) -> Iterator[str]:
     """Every module in one target, named after it; no target without its files."""
     files = {file.relative_to(root).as_posix() for file in (root / folder).glob("*.py")}
@@ -148,9 +157,9 @@ def audit_files(root: Path, folder: str, targets: list[Target]) -> Iterator[str]
         stems = {Path(source).stem for source in target.sources} | {Path(folder).name}
         if target.attributes["name"] not in stems:
             yield f"{target.label}: name it after its file"
-        is_test = any(source.endswith("_test.py") for source in target.sources)
-        if is_test != (target.rule == "pytest_test"):
-            yield f"{target.label}: pytest_test is for *_test.py files, and for those alone"
+        expected = expected_rule(root, target)
+        if target.rule != expected:
+            yield f"{target.label}: should be a {expected}"
 
 
 def audit_tags(root: Path, target: Target) -> Iterator[str]:
@@ -249,7 +258,14 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
         ),
         (
             {"tests/BUILD": SMALL_TREE["tests/BUILD"].replace("pytest_test", "py_library")},
-            "//tests:layout_test: pytest_test is for *_test.py files, and for those alone",
+            "//tests:layout_test: should be a pytest_test",
+        ),
+        (
+            {
+                "tools/train.py": 'if __name__ == "__main__":\n    pass\n',
+                "tools/BUILD": 'py_library(name = "train", srcs = ["train.py"])',
+            },
+            "//tools:train: should be a py_binary",
         ),
         (
             {"xrex/BUILD": SMALL_TREE["xrex/BUILD"].replace('"layout"', '"other"')},
