@@ -2,6 +2,9 @@
 
 Arrays are one shard's: call these inside `shard_map`, or with plain arrays. `width` is the row's
 width in that shard; tables are bfloat16 or float32.
+
+The Mosaic GPU kernels are imported when they are first used: they take a while to load, and most
+machines that import this module have no GPU.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -32,29 +35,64 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(implementation: str, *, platform: str) -> Choice:
+def choose(
+    implementation: str,
+    *,
+    platform: str,
+    compute_capability: str | None = None,
+    shard_width: int | None = None,
+) -> Choice:
     """Decides which implementation serves a platform.
+
+    The Mosaic GPU kernels are right for every shape they accept; which shapes they are faster for
+    than XLA's own gather and scatter is not known yet, so "auto" takes them wherever they run.
 
     Args:
       implementation: "auto", or one of the implementations, which is then chosen or refused but
         never replaced by another.
       platform: as `jax.Device.platform` has it, such as "cpu" or "gpu".
+      compute_capability: as `jax.Device.compute_capability` has it, such as "9.0"; None if unknown.
+      shard_width: columns of the table in one shard; None if unknown. The kernels need rows of a
+        multiple of 16 bytes: "auto" takes them from a multiple of 8 columns, which suits either
+        dtype; asked for by name, they also serve float32 tables of an odd multiple of 4.
 
     Raises:
       ValueError: `implementation` is none of the known names.
       NotImplementedError: the implementation asked for cannot run there.
     """
+    known = ("auto", *get_args(Implementation))
+    if implementation not in known:
+        raise ValueError(f"implementation={implementation!r} is not known; use one of {known}")
     if implementation == "reference":
         return Choice("reference", "asked for")
-    if implementation == "auto":
-        return Choice("reference", f"there is no kernel for platform {platform!r} yet")
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            "implementation='mosaic_gpu' is not available in this version; "
-            "use implementation='auto' or 'reference'"
+    missing = _missing_for_mosaic_gpu(platform, compute_capability)
+    multiple = 8 if implementation == "auto" else 4
+    if missing is None and shard_width is not None and shard_width % multiple:
+        missing = f"rows of a multiple of {multiple} columns a shard, not of {shard_width}"
+    if missing is None:
+        return Choice(
+            "mosaic_gpu",
+            f"a GPU of compute capability {compute_capability}"
+            if implementation == "auto"
+            else "asked for",
         )
-    known = ("auto", *get_args(Implementation))
-    raise ValueError(f"implementation={implementation!r} is not known; use one of {known}")
+    if implementation == "auto":
+        return Choice("reference", f"the Mosaic GPU kernels need {missing}")
+    raise NotImplementedError(
+        f"implementation='mosaic_gpu' needs {missing}; use implementation='auto' or 'reference'"
+    )
+
+
+def _missing_for_mosaic_gpu(platform: str, compute_capability: str | None) -> str | None:
+    if platform not in ("gpu", "cuda"):
+        return f"an NVIDIA GPU, not platform {platform!r}"
+    if compute_capability is None:
+        return "devices of a known compute capability"
+    # AMD's are named "gfx942" and the like.
+    major = compute_capability.split(".")[0]
+    if not major.isdecimal() or int(major) < 9:
+        return f"an NVIDIA GPU of compute capability 9.0 or newer, not {compute_capability}"
+    return None
 
 
 def gather_rows(table: jax.Array, ids: jax.Array, *, implementation: Implementation) -> jax.Array:
@@ -68,7 +106,10 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, implementation: Implementat
     Returns:
       (n, width) of the table's dtype, bit for bit.
     """
-    del implementation
+    if implementation == "mosaic_gpu":
+        from pallas_kernels import gather_rows_mgpu
+
+        return gather_rows_mgpu.gather_rows(table, ids)
     return reference.gather_rows(table, ids)
 
 
@@ -94,7 +135,10 @@ def segment_sum(
       sums: (num_segments, width) float32, rounded to `dtype`; zeros for an empty segment.
       square_sums: (num_segments,) float32, the sums' squares added over the width.
     """
-    del implementation
+    if implementation == "mosaic_gpu":
+        from pallas_kernels import segment_sum_mgpu
+
+        return segment_sum_mgpu.segment_sum(values, segment_ids, num_segments, dtype=dtype)
     return reference.segment_sum(values, segment_ids, num_segments, dtype)
 
 
@@ -123,5 +167,8 @@ def update_rows(
     Returns:
       The new tables.
     """
-    del implementation
+    if implementation == "mosaic_gpu":
+        from pallas_kernels import update_rows_mgpu
+
+        return update_rows_mgpu.update_rows(tables, ids, operands, scalars, fn)
     return reference.update_rows(tables, ids, operands, scalars, fn)

@@ -13,35 +13,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu import core as mosaic_core
 from jax._src.pallas.mosaic_gpu import lowering as mosaic_lowering
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax._src.pallas.mosaic_gpu.interpret import params as interpret_params
 
 # JAX 0.10.2: a mutable Ref cannot be passed into `plgpu.kernel`, and the interpreter does not know
 # `layout_cast`.
 _OLD = jax.__version_info__ < (0, 11, 0)
 
-# Parameters of the GPU interpreter; None compiles for a GPU.
-Interpreter = interpret_params.InterpretGPUParams | None
-
-
-def interpreter(*, detect_races: bool = False) -> interpret_params.InterpretGPUParams:
-    """The GPU interpreter, which runs a kernel on a CPU.
-
-    A race does not stop the kernel: JAX up to 0.11 prints "RACE DETECTED" and 0.12 logs it.
-    From JAX 0.11 on, races can be looked for on one device only: there the interpreter forgets the
-    clocks of every device when one of them ends a block, and then sees races that are none.
-    """
-    # 0.12 would raise inside a callback, which leaves other devices waiting; older ones only print.
-    fields = interpret_params.InterpretGPUParams.__dataclass_fields__
-    options: dict[str, Any] = {"on_race": "warn"} if "on_race" in fields else {}
-    return interpret_params.InterpretGPUParams(
-        detect_races=detect_races, num_tma_threads_per_device=8, **options
-    )
-
-
-def reset_interpreter() -> None:
-    """Clears the interpreter's global state, which a kernel that raised leaves behind."""
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
+# An `InterpretGPUParams`, which runs a kernel on a CPU; None compiles for a GPU.
+Interpreter = Any
 
 
 def launch(
@@ -124,6 +102,11 @@ def _launch_in_run_state(
 
     state = pl.run_state(stateful)((*updated, *operands, *outputs))
     return tuple(state[: len(updated)]), tuple(state[len(state) - len(outputs) :])
+
+
+def layout_cast(x: jax.Array, layout: mosaic_core.SomeLayout, interpret: Interpreter) -> jax.Array:
+    """`plgpu.layout_cast`; nothing in the interpreter, which has no layouts."""
+    return x if interpret is not None else plgpu.layout_cast(x, layout)
 
 
 def load(ref: Any, layout: mosaic_core.SomeLayout, interpret: Interpreter) -> jax.Array:

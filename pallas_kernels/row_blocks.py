@@ -52,9 +52,9 @@ class Tile(NamedTuple):
     layout: Any  # of a (rows, columns) array; `.reduce(1)` is that of one value a row
 
 
-def _column_lanes(width: int) -> int:
+def _column_lanes(width: int, vector: int = VECTOR) -> int:
     """How many lanes of a warp share a row: a power of two that divides the row's vectors."""
-    vectors = width // VECTOR
+    vectors = width // vector
     return min(LANES, vectors & -vectors)
 
 
@@ -74,19 +74,30 @@ def tile(width: int) -> Tile:
 
 
 def row_layout(width: int) -> Any:
-    """The layout of a single row, (width,); threads left over hold copies."""
-    across = _column_lanes(width)
-    vectors = width // VECTOR // across
+    """The layout of a single row, (1, width); threads left over hold copies."""
+    # A row of one vector is given to two threads: JAX 0.10.2 cannot store what all threads hold.
+    vector = VECTOR if width > VECTOR else VECTOR // 2
+    across = _column_lanes(width, vector)
+    vectors = width // vector // across
     warps = min(WARPS, vectors & -vectors)
     replicated = mgpu.fragmented_array.Replicated
     layout = mgpu.TiledLayout(
-        mgpu.fragmented_array.Tiling(((warps * across * VECTOR,), (across * VECTOR,), (VECTOR,))),
-        warp_dims=(-3,) if warps == WARPS else (-3, replicated(WARPS // warps)),
-        lane_dims=(-2,) if across == LANES else (-2, replicated(LANES // across)),
+        mgpu.fragmented_array.Tiling(
+            ((1, warps * across * vector), (1, across * vector), (1, vector))
+        ),
+        warp_dims=_spread(-5, warps, WARPS, replicated),
+        lane_dims=_spread(-3, across, LANES, replicated),
         vector_dim=-1,
         _check_canonical=False,
     ).canonicalize()
     return _as_layout(layout)
+
+
+def _spread(dimension: int, size: int, of: int, replicated: Any) -> tuple[Any, ...]:
+    """`of` lanes or warps over a dimension of that size; what is left over holds copies."""
+    if size == of:
+        return (dimension,)
+    return (replicated(of),) if size == 1 else (dimension, replicated(of // size))
 
 
 def _as_layout(layout: Any) -> Any:

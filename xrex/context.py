@@ -176,7 +176,12 @@ def make_context_handle(
     )
     check_layout(layout)
     _check_policy(out_of_range, padding_id)
-    choice = kernels.choose(implementation, platform=_platform(mesh))
+    choice = kernels.choose(
+        implementation,
+        platform=_platform(mesh),
+        compute_capability=_compute_capability(mesh),
+        shard_width=int(emb_width) // axis_size(mesh, layout.table_axis),
+    )
     return AsyncEmbContextHandle(
         mesh=mesh,
         table_axis=layout.table_axis,
@@ -260,6 +265,13 @@ def _platform(mesh: AnyMesh) -> str:
     if isinstance(mesh, AbstractMesh):
         return "abstract"
     return mesh.devices.flat[0].platform
+
+
+def _compute_capability(mesh: AnyMesh) -> str | None:
+    """That of the mesh's GPUs; None where there are none."""
+    if isinstance(mesh, AbstractMesh):
+        return None
+    return getattr(mesh.devices.flat[0], "compute_capability", None)
 
 
 def _communicators(mesh: AnyMesh, table_axis: tuple[str, ...]) -> np.ndarray:
