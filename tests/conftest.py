@@ -11,3 +11,11 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+from tests.suite_report import (  # noqa: F401 (hooks and a fixture, found by their names)
+    pytest_configure,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+    tally,
+)

@@ -1,0 +1,166 @@
+"""One trial: a table and a few batches, through the runtime and through the oracle.
+
+The runtime is called with whatever handle it is given: nothing here knows what a legal layout is.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+import xrex
+from tests import oracle
+from tests.assertions import assert_same_bits, assert_same_bits_on_every_device, assert_ulps
+from xrex import partition
+from xrex.layout import Layout
+
+
+class Trial(NamedTuple):
+    """What is trained: host arrays."""
+
+    table: np.ndarray  # (vocab, emb_width) bfloat16 or float32
+    batches: tuple[tuple[np.ndarray, np.ndarray], ...]  # ids (tokens,), grads (tokens, emb_width)
+
+
+class Step(NamedTuple):
+    """What one batch leads to; of the runtime or of the oracle."""
+
+    embeddings: Any  # (tokens, emb_width)
+    table: Any  # (vocab, emb_width), after the update
+    state: Any  # of the update rule, after the update
+    result: Any  # norm, valid, dropped
+
+
+def unchecked_handle(layout: Layout, **policy: Any) -> xrex.AsyncEmbContextHandle:
+    """The handle of a layout, legal or not: without a single check."""
+    return xrex.AsyncEmbContextHandle(**vars(layout), **policy)
+
+
+def exact_gradients(rng: np.random.Generator, rows: np.ndarray, width: int) -> np.ndarray:
+    """Gradients that no operation of two updates rounds, except correctly: (tokens, width) float32.
+
+    Within a column all have one sign and none is zero, so that a token that is missed or counted
+    twice always shows. The tokens of a row sum to the same power of two in every column: then the
+    mean of squares is a power of four, and no product rounds, whether or not it is fused with the
+    addition behind it. A token without a row (-1) gets an infinity, which must not reach anything.
+    """
+    grads = rng.integers(1, 5, (len(rows), width)).astype(np.float32)
+    for row in set(rows.tolist()) - {-1}:
+        tokens = np.flatnonzero(rows == row)
+        others = grads[tokens[:-1]].sum(axis=0)
+        total = 2.0 ** (int(others.max(initial=0)).bit_length() + rng.integers(0, 2))
+        grads[tokens[-1]] = total - others
+    grads *= rng.choice([-1.0, 1.0], width).astype(np.float32)
+    grads[rows == -1] = np.inf
+    return grads
+
+
+def training_step(
+    handle: xrex.AsyncEmbContextHandle,
+    rule: xrex.UpdateRule,
+    ids: jax.Array,
+    grads: jax.Array,
+    table: jax.Array,
+    state: Any,
+) -> Step:
+    """Looks a batch up and updates the table with its gradients."""
+    embeddings = xrex.lookup_done(handle, xrex.lookup_start(handle, ids, table))
+    unique_tokens, segment_ids, _ = xrex.compress_token_ids(handle, ids, table.shape[0])
+    update = xrex.GradientUpdate(unique_tokens, grads, segment_ids)
+    table, state, pin = xrex.update_start(handle, rule, update, table, state)
+    return Step(embeddings, table, state, xrex.update_done(handle, pin))
+
+
+jitted_step = jax.jit(training_step, static_argnums=0)
+# For results that are the same however they are compiled: in a third of the time.
+_QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+if jax.__version_info__ < (0, 11):
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+quick_step = jax.jit(training_step, static_argnums=0, compiler_options=_QUICK)
+
+
+def run(
+    handle: xrex.AsyncEmbContextHandle,
+    rule: xrex.RowwiseAdagrad,
+    trial: Trial,
+    step: Any = jitted_step,
+) -> list[Step]:
+    """Trains on each batch in turn."""
+
+    def put(array: Any, spec: Any) -> jax.Array:
+        return jax.device_put(array, NamedSharding(handle.mesh, spec))
+
+    table = put(trial.table, partition.table_spec(handle))
+    state = jax.tree.map(lambda leaf: put(leaf, partition.REPLICATED), rule.init(table.shape[0]))
+    steps = []
+    for ids, grads in trial.batches:
+        ids = put(ids, partition.token_spec(handle))
+        grads = put(grads, partition.token_rows_spec(handle))
+        steps.append(step(handle, rule, ids, grads, table, state))
+        table, state = steps[-1].table, steps[-1].state
+    return steps
+
+
+def expect(
+    handle: xrex.AsyncEmbContextHandle, rule: xrex.RowwiseAdagrad, trial: Trial, steps: list[Step]
+) -> list[Step]:
+    """What the oracle makes of each batch, from the table and state that the runtime had then."""
+    policy = oracle.IdPolicy(handle.out_of_range, handle.padding_id)
+    vocab = trial.table.shape[0]
+    adagrad = oracle.Adagrad(**vars(rule))
+    table, state = trial.table, oracle.init(adagrad, vocab)
+    expected = []
+    for (ids, grads), actual in zip(trial.batches, steps, strict=True):
+        embeddings = oracle.lookup(table, ids, policy)
+        unique_tokens, segment_ids, _ = oracle.compress(ids, vocab, handle.num_unique, policy)
+        outcome = oracle.update(adagrad, table, state, unique_tokens, grads, segment_ids)
+        expected.append(Step(embeddings, *outcome))
+        table = np.asarray(actual.table)
+        state = oracle.State(*jax.tree.map(np.asarray, actual.state))
+    return expected
+
+
+def check_steps(actual: list[Step], expected: list[Step], *, exact: bool) -> None:
+    """Raises AssertionError unless every device's copy of everything is right.
+
+    Args:
+      actual: of the runtime.
+      expected: of the oracle.
+      exact: whether bit for bit. Otherwise embeddings, untouched rows and counts still are, and
+        copies equal each other bit for bit; table, accumulator and norm are within one bfloat16 or
+        two float32 units in the last place.
+    """
+    for number, (step, right) in enumerate(zip(actual, expected, strict=True)):
+        leaves = jax.tree.leaves_with_path(step._asdict())
+        rights = jax.tree.leaves(Step(*right)._asdict())
+        for (path, leaf), wanted in zip(leaves, rights, strict=True):
+            what = f"step {number} {jax.tree_util.keystr(path)}"
+            wanted = np.asarray(wanted, leaf.dtype) if np.ndim(wanted) == 0 else wanted
+            copies = leaf.sharding.device_set
+            assert len(leaf.addressable_shards) == len(copies), what
+            may_round = "embeddings" not in what and leaf.dtype not in (np.int32, np.bool_)
+            if exact or not may_round:
+                assert_same_bits_on_every_device(leaf, wanted, what)
+                continue
+            assert_same_bits_on_every_device(leaf, np.asarray(leaf), f"{what}: copies differ")
+            _assert_near(leaf, wanted, step.table.dtype, what)
+
+
+def _assert_near(leaf: jax.Array, wanted: Any, table_dtype: Any, what: str) -> None:
+    """Within one unit in the last place of bfloat16, or two of float32.
+
+    With a bfloat16 table, the accumulator and the norm come from sums rounded to bfloat16.
+    """
+    if table_dtype == np.float32:
+        assert_ulps(leaf, wanted, np.float32, 2, what)
+    else:
+        narrow = [np.asarray(x).astype(table_dtype) for x in (leaf, wanted)]
+        assert_ulps(*narrow, table_dtype, 1, what)
+
+
+def assert_same_values(actual: Any, expected: Any, what: str = "") -> None:
+    """Two pytrees of arrays, bit for bit; where they lie does not matter."""
+    pairs = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
+    for (path, leaf), wanted in pairs:
+        assert_same_bits(leaf, wanted, f"{what}{jax.tree_util.keystr(path)}")
