@@ -55,7 +55,7 @@ def test_arrays_may_come_from_anywhere(case: layouts.LayoutCase) -> None:
         assert_same_bits_on_every_device(lookup(handle, *placed), expected)
 
 
-@pytest.mark.parametrize("padding_id", [None, 3, 31, -2, 40])
+@pytest.mark.parametrize("padding_id", [None, 31, -2])
 @pytest.mark.parametrize("out_of_range", ["zero", "clip"])
 def test_ids_outside_of_the_table(out_of_range: oracle.OutOfRange, padding_id: int | None) -> None:
     case = layouts.FEW_LAYOUTS[0]

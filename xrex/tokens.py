@@ -97,6 +97,8 @@ def compress_token_ids_per_shard(
       `unique_tokens` and `dropped` of the whole batch, `segment_ids` (tokens_per_rank,) of this
       rank's tokens.
     """
+    check_vocab(vocab)
+    token_ids = as_int32("token_ids", token_ids)
     all_ids = gather_token_ids_per_shard(handle, token_ids, vocab)
     return compress_gathered(handle, token_ids, all_ids, vocab)
 
@@ -106,7 +108,7 @@ def gather_token_ids_per_shard(
 ) -> jax.Array:
     """Every rank's ids, (G * T,), in rank order; checked under "raise", which needs `checkify`."""
     check_shape("token_ids", token_ids, (handle.tokens_per_rank,))
-    all_ids = exchange.gather_tokens(handle, token_ids)
+    all_ids = exchange.gather_tokens(handle, as_int32("token_ids", token_ids))
     if handle.out_of_range == "raise":
         _check_traced_range(handle, all_ids, vocab)
     return all_ids

@@ -15,7 +15,7 @@ from pallas_kernels import api as kernels
 from xrex import exchange, partition
 from xrex.context import AsyncEmbContextHandle
 from xrex.lookup import TABLE_DTYPES, check_table, check_table_shard, gated
-from xrex.rules.base import TouchedRows, UpdateRule
+from xrex.rules.base import TouchedRows, UpdateRule, check_state
 from xrex.tokens import as_int32, check_shape
 
 
@@ -96,12 +96,13 @@ def update_start(
       The new table, the new state, and the pin for `update_done`.
 
     Raises:
-      ValueError: a wrong shape, or ids inside the table that are listed twice (checked where their
-        values are known: not in a trace).
+      ValueError: a wrong shape, a state that is not the rule's, or ids inside the table that are
+        listed twice (checked where their values are known: not in a trace).
       TypeError: a wrong dtype.
     """
     check_table(handle, table)
-    update = _checked_update(handle, update)
+    update = _checked_update(handle, update, handle.tokens_per_batch)
+    check_state(rule, state, table.shape[0], handle.emb_width)
     _check_distinct(update.unique_tokens, table.shape[0])
     arrays = partition.place(handle, (update, table, state), _specs(handle, state))
     return _update_start(handle, rule, *arrays, gate)
@@ -137,11 +138,13 @@ def update_start_per_shard(
       table: (vocab, shard_width), this rank's columns.
       state: the rule's state, the same on every rank; slot tables (vocab, shard_width).
       gate: as in `update_start`.
+
+    Raises:
+      ValueError, TypeError: as `update_start`, for shapes and types; values are not looked at.
     """
-    check_shape("grads", update.grads, (handle.tokens_per_rank, handle.emb_width))
-    check_shape("segment_ids", update.segment_ids, (handle.tokens_per_rank,))
-    check_shape("unique_tokens", update.unique_tokens, (handle.num_unique,))
     check_table_shard(handle, table)
+    update = _checked_update(handle, update, handle.tokens_per_rank)
+    check_state(rule, state, table.shape[0], handle.shard_width)
     update = update._replace(grads=gated(update.grads, gate))
     return apply_update(handle, rule, update, table, state)
 
@@ -226,11 +229,13 @@ def _update_start(
         return apply(rule, *partition.place(handle, (update, table, state), specs))
 
 
-def _checked_update(handle: AsyncEmbContextHandle, update: GradientUpdate) -> GradientUpdate:
-    """The update with its ids as int32 and `pending` as an array."""
+def _checked_update(
+    handle: AsyncEmbContextHandle, update: GradientUpdate, tokens: int
+) -> GradientUpdate:
+    """The update of so many tokens, with its ids as int32 and `pending` as an array."""
     check_shape("unique_tokens", update.unique_tokens, (handle.num_unique,))
-    check_shape("grads", update.grads, (handle.tokens_per_batch, handle.emb_width))
-    check_shape("segment_ids", update.segment_ids, (handle.tokens_per_batch,))
+    check_shape("grads", update.grads, (tokens, handle.emb_width))
+    check_shape("segment_ids", update.segment_ids, (tokens,))
     check_shape("pending", update.pending, ())
     if update.grads.dtype not in TABLE_DTYPES:
         raise TypeError(f"async_emb grads must be bfloat16 or float32, not {update.grads.dtype}")

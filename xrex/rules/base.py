@@ -55,6 +55,42 @@ class UpdateRule(Protocol):
         """
 
 
+def check_state(rule: UpdateRule, state: Any, vocab: int, columns: int) -> None:
+    """Raises unless the state is one that `rule.init(vocab)` could have grown into.
+
+    Args:
+      rule: the update rule.
+      state: its state, whole or one shard's.
+      vocab: rows of the table.
+      columns: columns of the table, or of one shard of it.
+
+    Raises:
+      ValueError: a leaf is missing, unknown, or of another shape, as in the state of another table
+        or of a rule with other options.
+      TypeError: a leaf has another dtype.
+    """
+    wanted = _leaves(jax.eval_shape(lambda: rule.init(vocab)))
+    found = _leaves(state)
+    if wanted.keys() != found.keys():
+        raise ValueError(
+            f"async_emb state has the leaves {sorted(found)}, and {type(rule).__name__} with these "
+            f"options keeps {sorted(wanted)}"
+        )
+    for name, leaf in wanted.items():
+        shape = (vocab, columns) if len(leaf.shape) == 2 else leaf.shape
+        if found[name].shape != shape:
+            raise ValueError(
+                f"async_emb state{name} has shape {found[name].shape}, and must have {shape}"
+            )
+        if found[name].dtype != leaf.dtype:
+            raise TypeError(f"async_emb state{name} must be {leaf.dtype}, not {found[name].dtype}")
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """The leaves by their paths, such as ".accumulator"."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
 def read_values(values: jax.Array, ids: jax.Array) -> jax.Array:
     """One value a row, (vocab,), read at `ids`; zeros where there is no such row."""
     return values.at[ids].get(mode="fill", fill_value=0)
