@@ -30,12 +30,25 @@ filegroup(
 )
 """
 
-# What xrex itself imports: from a distribution's name to its module.
+_SETUP = "bash tools/setup_env.sh"
+
+# What xrex imports: from a distribution's name to its module.
 _XREX_NEEDS = {
     "absl-py": "absl",
     "jax": "jax",
     "jaxlib": "jaxlib",
     "numpy": "numpy",
+}
+
+# What the tools and the suite import besides.
+_SUITE_NEEDS = {
+    "chex": "chex",
+    "hypothesis": "hypothesis",
+    "matplotlib": "matplotlib",
+    "optax": "optax",
+    "pytest": "pytest",
+    "rich": "rich",
+    "scipy": "scipy",
 }
 
 def _root(ctx):
@@ -44,18 +57,26 @@ def _root(ctx):
         return ctx.workspace_root
     return ctx.path(Label("@//:WORKSPACE")).dirname
 
+def _watch(ctx, folder, names):
+    """Runs the rule again when one of the files changes."""
+    for name in names:
+        file = _root(ctx).get_child(folder).get_child(name)
+        if hasattr(ctx, "watch"):
+            ctx.watch(file)
+        elif file.exists:
+            # Asking for a file by its label makes Bazel watch it.
+            ctx.path(Label("@//:%s/%s" % (folder, name)))
+
 def _find_interpreter(ctx):
     """The virtual environment's interpreter, else $XREX_PYTHON, else python3 on PATH."""
     environ = ctx.os.environ
     folder = environ.get("XREX_VENV", ".venv")
-    in_venv = (ctx.path(folder) if folder.startswith("/") else _root(ctx).get_child(folder))
-    in_venv = in_venv.get_child("bin").get_child("python")
+    venv = ctx.path(folder) if folder.startswith("/") else _root(ctx).get_child(folder)
+    in_venv = venv.get_child("bin").get_child("python")
     if in_venv.exists:
-        if folder == ".venv":
-            # Asking for a file by its label makes Bazel watch it.
-            for name in ["pyvenv.cfg", "requirements.stamp"]:
-                if _root(ctx).get_child(folder).get_child(name).exists:
-                    ctx.path(Label("@//:%s/%s" % (folder, name)))
+        if not folder.startswith("/"):
+            # tools/setup_env.sh writes both.
+            _watch(ctx, folder, ["pyvenv.cfg", "requirements.stamp"])
         return str(in_venv)
     wanted = environ.get("XREX_PYTHON") or "python3"
     found = ctx.path(wanted) if wanted.startswith("/") else ctx.which(wanted)
@@ -63,12 +84,12 @@ def _find_interpreter(ctx):
         fail("\n\nxrex found no Python: there is no %s, and no '%s' on PATH.\nRun: %s\n" % (
             in_venv,
             wanted,
-            ctx.attr.remedy or "set XREX_PYTHON to an interpreter, 3.11 or newer",
+            _SETUP if ctx.attr.suite else "set XREX_PYTHON to an interpreter, 3.11 or newer",
         ))
     return str(found)
 
 def _python_environment_impl(ctx):
-    needed = ctx.attr.distributions or _XREX_NEEDS
+    needed = dict(_XREX_NEEDS, **(_SUITE_NEEDS if ctx.attr.suite else {}))
     interpreter = _find_interpreter(ctx)
 
     # -I: the caller's PYTHONPATH and own site-packages are not there in a sandbox either.
@@ -80,7 +101,10 @@ def _python_environment_impl(ctx):
             interpreter,
             result.stdout.split("\n")[0],
             ", ".join([name for name in missing if name]),
-            ctx.attr.remedy or "%s -m pip install %s" % (interpreter, " ".join(missing).strip()),
+            _SETUP if ctx.attr.suite else "%s -m pip install %s" % (
+                interpreter,
+                " ".join(missing).strip(),
+            ),
         ))
     if result.return_code != 0:
         fail("\n\n%s does not run:\n%s\n" % (interpreter, result.stderr))
@@ -90,14 +114,11 @@ def _python_environment_impl(ctx):
 python_environment = repository_rule(
     implementation = _python_environment_impl,
     attrs = {
-        "distributions": attr.string_dict(
-            doc = "What the interpreter must have: from a distribution's name to its module.",
-        ),
-        "remedy": attr.string(doc = "The command that installs what is missing."),
+        "suite": attr.bool(doc = "Whether the interpreter must run xrex's tools and suite too."),
         "_probe": attr.label(default = "//tools/bazel:probe_python.py"),
     },
     configure = True,
-    doc = "Finds an interpreter, checks that it has the distributions, and wraps it as a toolchain.",
+    doc = "Finds an interpreter, checks what it has installed, and wraps it as a toolchain.",
     environ = ["PATH", "XREX_PYTHON", "XREX_VENV"],
     local = True,
 )

@@ -3,17 +3,14 @@
 load(":python_environment.bzl", "python_environment")
 load(":stand_ins.bzl", "STAND_INS", "stand_in")
 
-def xrex_repositories(distributions = None, remedy = None):
-    """Declares what building and testing xrex needs, offline.
+def xrex_repositories(suite = False):
+    """Declares what building xrex needs, offline.
 
     A repository that the calling workspace has declared already is left alone. Afterwards call
     register_toolchains("@xrex_python//:toolchain").
 
     Args:
-      distributions: what the interpreter must have: from the name of a distribution to the module
-        that it installs. By default what xrex itself imports.
-      remedy: the command that installs what is missing. By default pip's, with the missing
-        distributions.
+      suite: whether the interpreter must have what xrex's own tools and tests import, too.
     """
     names = ["rules_python"]
 
@@ -25,4 +22,4 @@ def xrex_repositories(distributions = None, remedy = None):
         if not native.existing_rule(name):
             stand_in(name = name)
     if not native.existing_rule("xrex_python"):
-        python_environment(name = "xrex_python", distributions = distributions, remedy = remedy)
+        python_environment(name = "xrex_python", suite = suite)
