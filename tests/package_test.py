@@ -1,6 +1,5 @@
-"""The packages as others install and import them, and the layers that they keep."""
+"""The packages as others import and install them. What may import what is in layering_test.py."""
 
-import ast
 import importlib.metadata
 import inspect
 import json
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -25,7 +23,6 @@ MODULES = sorted(
     for package in PACKAGES
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 )
-OPTIONAL = ("chex", "hypothesis", "matplotlib", "optax", "orbax", "pytest", "rich")
 
 
 def run_python(program: str, cwd: pathlib.Path, **environment: str) -> str:
@@ -42,50 +39,22 @@ def run_python(program: str, cwd: pathlib.Path, **environment: str) -> str:
     return run.stdout
 
 
-def test_importing_touches_no_device_and_no_optional_package() -> None:
-    """Where JAX has no platform at all; the last lines prove that touching one would fail there."""
+def test_importing_and_planning_touch_no_device() -> None:
+    """Every module, where JAX has no platform at all, and a layout for 131,072 devices."""
     program = f"""
-import importlib, sys, jax
+import importlib, jax
 for name in {MODULES}:
     importlib.import_module(name)
 import xrex
 mesh = jax.sharding.AbstractMesh((131072,), ("x",))
 xrex.make_context_handle(mesh, "x", data_axis="x", tokens_per_batch=131072, emb_width=131072,
                          num_unique=1, num_devices_per_node=8)
-print(sorted(set({OPTIONAL}) & set(sys.modules)))
 try:
     jax.devices()
 except RuntimeError:
-    print("no device")
+    print("a device would have been an error")
 """
-    assert run_python(program, ROOT, JAX_PLATFORMS="nowhere").split("\n")[:2] == ["[]", "no device"]
-
-
-# Layers
-
-
-def _imports(path: pathlib.Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-@pytest.mark.parametrize("folder", ["xrex", "pallas_kernels", "tools"])
-def test_layers_point_one_way(folder: str) -> None:
-    forbidden = {
-        "xrex": ("tools", "tests"),
-        "pallas_kernels": ("xrex", "tools", "tests"),
-        "tools": ("tests",),
-    }[folder]
-    for path in (ROOT / folder).rglob("*.py"):
-        for name in _imports(path):
-            assert name.split(".")[0] not in forbidden, f"{path} imports {name}"
-            if folder == "xrex" and name.startswith("pallas_kernels"):
-                assert name.startswith("pallas_kernels.api"), f"{path} imports {name}"
-            if path.name != "compat.py":
-                assert not name.startswith("jax._src"), f"{path} imports {name}"
+    assert "would have been" in run_python(program, ROOT, JAX_PLATFORMS="nowhere")
 
 
 # Names
@@ -115,18 +84,18 @@ def test_the_version_is_the_packages() -> None:
 # Installing
 
 
-def _setuptools() -> tuple[int, ...]:
+def _setuptools() -> int:
     try:
         version = importlib.metadata.version("setuptools")
     except importlib.metadata.PackageNotFoundError:
-        return (0,)
-    return tuple(int(part) for part in version.split(".")[:1])
+        return 0
+    return int(version.split(".")[0])
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Built from a copy, so that nothing is left behind in the tree; without the network."""
-    if _setuptools() < (77,):
+    if _setuptools() < 77:
         pytest.skip("building a wheel without the network needs setuptools 77 or newer")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
