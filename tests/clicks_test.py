@@ -92,13 +92,20 @@ def test_many_distinct_ratings_leave_only_the_label():
     assert (data.labels == (ratings >= 4)).all()
 
 
-def test_before_never_looks_behind_its_end(tmp_path):
-    data = read_ratings_csv(_write(tmp_path, HEADER + _rows(200)))
+def test_before_forgets_all_behind_its_end(tmp_path):
+    rows = _rows(160) + "9,3,5,300\n" * 10 + _rows(30, start=300)
+    data = read_ratings_csv(_write(tmp_path, HEADER + rows))
     earlier = data.before(data.train_size)
     assert data.train_size == 180
     assert len(earlier.labels) == 180
     assert earlier.train_size == 162
-    assert (earlier.token_ids == data.token_ids[:180]).all()
+    newcomer = data.token_ids[160, 0]
+    assert (data.token_ids[160:170, 0] == newcomer).all()
+    assert (earlier.token_ids[160:170, 0] == newcomer).all()  # two of them are in training
+    earliest = earlier.before(160 * 10 // 9)
+    assert earliest.train_size < 160
+    assert (earliest.token_ids[160:170, 0] == PADDING).all()
+    assert (earliest.token_ids[:160] == data.token_ids[:160]).all()
 
 
 def test_reads_a_csv_with_quotes_other_columns_and_a_byte_order_mark(tmp_path):

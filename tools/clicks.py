@@ -79,9 +79,16 @@ class ClickData:
         """The first `end` examples as data of their own, whose last tenth is the test part.
 
         With end=train_size this is what choices are made on, without a look at the real test part.
+        The vocabulary stays; tokens that the new training part lacks become PADDING.
         """
+        train_size, token_ids = split_at(end), self.token_ids[:end]
+        seen = np.zeros(self.vocab + 1, bool)
+        seen[token_ids[:train_size]] = True
         return dataclasses.replace(
-            self, token_ids=self.token_ids[:end], grades=self.grades[:end], train_size=split_at(end)
+            self,
+            token_ids=np.where(seen[token_ids], token_ids, np.int32(PADDING)),
+            grades=self.grades[:end],
+            train_size=train_size,
         )
 
 
@@ -194,7 +201,7 @@ def read_table(
       remedy: what to do about a bad file; ends every message.
 
     Raises:
-      DataError: no such file, not UTF-8, a column missing, or a row of another length.
+      DataError: no file to read, not UTF-8, a column missing, or a row of another length.
     """
     line = 0
     try:
@@ -226,7 +233,7 @@ def read_table(
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 after line {line}: {error}; {remedy}") from error
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; {remedy}") from error
+        raise DataError(f"{path}: {error.strerror}; check the path") from error
 
 
 def parse_number(text: str, path: Path, line: int, name: str, remedy: str) -> float:

@@ -93,22 +93,26 @@ def fit_biases(data: ClickData, user_penalty: float, item_penalty: float) -> Bia
     return BiasModel(float(x[0]), biases)
 
 
-def baseline_auc(data: ClickData) -> float:
-    """Test AUC of the best bias model that the training part alone can find.
+def fit_baseline(data: ClickData) -> BiasModel:
+    """The best bias model that the training part alone can find.
 
-    The penalties are those of the highest mean AUC over `VALIDATION_FOLDS` slices at the end of the
-    training part, each a tenth of what comes up to its end, with the model fitted on all before it.
+    Its penalties are those of the highest mean AUC over `validation_folds`; the fit with them is on
+    the whole training part.
     """
     folds = validation_folds(data)
     penalties = max(
         itertools.product(USER_PENALTIES, ITEM_PENALTIES),
-        key=lambda pair: np.mean([_test_auc(fold, *pair) for fold in folds]),
+        key=lambda pair: np.mean([bias_auc(fold, *pair) for fold in folds]),
     )
-    return _test_auc(data, *penalties)
+    return fit_biases(data, *penalties)
 
 
 def validation_folds(data: ClickData) -> list[ClickData]:
-    """Rolling splits of the training part; the latest first."""
+    """Rolling splits of the training part, the latest first.
+
+    The first fold's test part is the training part's last tenth; the next fold ends where it
+    begins, and so on.
+    """
     folds, end = [], data.train_size
     for _ in range(VALIDATION_FOLDS):
         folds.append(data.before(end))
@@ -116,7 +120,7 @@ def validation_folds(data: ClickData) -> list[ClickData]:
     return folds
 
 
-def _test_auc(data: ClickData, user_penalty: float, item_penalty: float) -> float:
+def bias_auc(data: ClickData, user_penalty: float, item_penalty: float) -> float:
+    """Test AUC of the bias model with the given penalties."""
     model = fit_biases(data, user_penalty, item_penalty)
-    start = data.train_size
-    return auc(data.labels[start:], model.scores(data.token_ids[start:]))
+    return auc(data.labels[data.train_size :], model.scores(data.token_ids[data.train_size :]))

@@ -1,0 +1,253 @@
+"""Training runs from data to files, on the simulated devices of the suite."""
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tools import click_model, experiment, report
+from tools.clicks import PADDING
+from tools.experiment import Experiment, UsageError, choose_mesh, run
+from tools.metrics import auc
+from tools.synthetic import SyntheticConfig, synthetic_clicks
+from tools.training import TrainConfig, make_trainer, predict, train
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+STREAM = SyntheticConfig(examples=12_000, users=40, items=60, categories=8, zipf=0.5)
+TRAIN = TrainConfig(mesh=(8,), steps=150, batch=256, width=16, dropout=0.0, hide_users=0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _standard_promotion():
+    """Optax' Adam raises a float to an integer power, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _experiment(out, *, stream=STREAM, data="synthetic", fold=0, **changed):
+    config = dataclasses.replace(TRAIN, **changed)
+    return Experiment(data, Path(out), Path(out) / "cache", fold, config, stream)
+
+
+def _run(out, **changed):
+    shown = io.StringIO()
+    metrics = run(_experiment(out, **changed), Console(file=shown, width=100))
+    return metrics, shown.getvalue()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run with staleness 1: its folder, its metrics and what it showed."""
+    out = tmp_path_factory.mktemp("finished")
+    return (out, *_run(out))
+
+
+def test_a_run_learns_more_than_biases(finished):
+    _, metrics, _ = finished
+    assert metrics["test_auc"] > metrics["baseline_auc"] + 0.01
+    assert metrics["dropped_tokens"] == metrics["skipped_steps"] == 0
+
+
+def test_a_run_leaves_two_whole_files_and_a_table(finished):
+    out, metrics, shown = finished
+    assert sorted(path.name for path in out.iterdir()) == ["metrics.json", "training.png"]
+    written = json.loads((out / "metrics.json").read_text())
+    assert written == {**metrics, "mesh": [8]}
+    wanted = {"devices", "staleness", "steps", "train_loss", "test_auc", "baseline_auc"}
+    assert wanted | {"tokens_per_second", "dropped_tokens", "skipped_steps"} <= set(written)
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    for text in ("150/150", "tokens/s", f"{metrics['test_auc']:.4f}", "dropped tokens"):
+        assert text in shown
+
+
+def test_one_seed_gives_the_same_bits(finished, tmp_path):
+    _, metrics, _ = finished
+    again, _ = _run(tmp_path)
+    assert {**again, "tokens_per_second": 0} == {**metrics, "tokens_per_second": 0}
+
+
+def test_synchronous_training_comes_to_the_same_quality(finished, tmp_path):
+    _, metrics, _ = finished
+    synchronous, _ = _run(tmp_path, staleness=0)
+    assert abs(synchronous["test_auc"] - metrics["test_auc"]) < 0.01
+
+
+def test_a_validation_fold_on_a_grid_with_little_room(tmp_path):
+    """The folds leave the test part out; tokens without room are counted; other dtypes train."""
+    changed = {"fold": 1, "mesh": (2, 2), "num_unique": 32, "dtype": "bfloat16", "seed": 1}
+    metrics, _ = _run(tmp_path, **changed, steps=2)
+    assert metrics["examples"] == 10_800
+    assert metrics["dropped_tokens"] > 0
+    assert metrics["devices"] == 4
+
+
+def test_the_first_bad_loss_does_not_end_a_run():
+    """Steps with a loss that is not finite are counted, and change nothing."""
+    data = synthetic_clicks(STREAM)
+    config = dataclasses.replace(TRAIN, steps=3, staleness=0)
+    grades = data.grades.copy()
+    grades[:, 0] = np.nan
+    trainer = make_trainer(data, config)
+    before = np.asarray(trainer.state.table)
+    reports = []
+    trained = train(trainer, dataclasses.replace(data, grades=grades), config, reports.append)
+    assert [step.skipped for step in reports] == [1, 2, 3]
+    np.testing.assert_array_equal(np.asarray(trained.table), before)
+    with pytest.raises(UsageError, match="lower --learning_rate"):
+        experiment.final_loss(reports)
+
+
+def test_predictions_look_rows_up_in_the_sharded_table():
+    data = synthetic_clicks(STREAM)
+    config = dataclasses.replace(TRAIN, steps=2)
+    trained = train(make_trainer(data, config), data, config, lambda step: None)
+    token_ids = data.token_ids[:700].copy()  # not a whole number of batches
+    token_ids[::3, 0] = PADDING
+
+    table = np.asarray(trained.table)
+    rows = np.where((token_ids != PADDING)[..., None], table[token_ids], 0).reshape(-1, 16)
+    params = jax.tree.map(jnp.asarray, jax.device_get(trained.params))
+    expected = click_model.click_log_odds(
+        params, jnp.asarray(rows), jnp.asarray(token_ids), trained.config
+    )
+    found = predict(trained, token_ids)
+    assert found.shape == (700,)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch": 100}, "batch=100 does not shard evenly over 8 devices: use a multiple of 8"),
+        ({"batch": 16_000}, "batch=16000 is more than the 10800 training examples"),
+        ({"width": 20}, "(?s)emb_width=20 does not shard evenly .*emb_width=24"),
+        ({"eps": 0.0}, "eps=0.0 must be"),
+        ({"half_life_steps": -1.0}, "half_life_steps=-1.0 must be"),
+        ({"data": "ratings.tsv"}, "wanted movielens, synthetic or a file named"),
+    ],
+)
+def test_settings_that_cannot_be_are_named_and_lose_nothing(tmp_path, changed, message):
+    (tmp_path / "metrics.json").write_text("of an earlier run")
+    with pytest.raises(UsageError, match=message):
+        _run(tmp_path, **changed)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+    assert (tmp_path / "metrics.json").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be positive"),
+        ({"dtype": "float16"}, "must be float32 or bfloat16"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be finite"),
+        ({"dropout": 1.0}, "dropout=1.0 must be from 0 to below 1"),
+    ],
+)
+def test_a_bad_configuration_is_named(changed, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TRAIN, **changed)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"--out=.*file.* cannot be written"):
+        _run(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "shape"),
+    [(None, None, (8,)), (None, 3, (3,)), ("2x4", None, (2, 4)), ("2x2x2", 8, (2, 2, 2))],
+)
+def test_choose_mesh(mesh, devices, shape):
+    assert choose_mesh(mesh, devices) == shape
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "message"),
+    [
+        ("2x", None, "--mesh=2x: wanted sizes such as"),
+        ("0x8", None, "--mesh=0x8: wanted sizes such as"),
+        ("2x4", 4, "--mesh=2x4 has 8 devices, and --devices is 4"),
+        (None, 9, "9 devices were asked for, and there are 8 of platform cpu"),
+    ],
+)
+def test_choose_mesh_names_what_is_wrong(mesh, devices, message):
+    with pytest.raises(UsageError, match=message):
+        choose_mesh(mesh, devices)
+
+
+def test_the_roc_curve_encloses_the_auc():
+    rng = np.random.default_rng(0)
+    labels, scores = rng.integers(2, size=200), rng.integers(9, size=200).astype(float)
+    false_positives, true_positives = report.roc_curve(labels, scores)
+    area = np.trapezoid(true_positives, false_positives)
+    np.testing.assert_allclose(area, auc(labels, scores), rtol=1e-12)
+
+
+def test_an_interrupted_write_keeps_the_earlier_file(tmp_path):
+    target = tmp_path / "metrics.json"
+    target.write_text("earlier")
+
+    def half(path):
+        path.write_text("ha")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        report.write_whole(target, half)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+    assert target.read_text() == "earlier"
+
+
+def _command(tmp_path, *flags):
+    """Runs quickstart.sh with this interpreter in place of a venv, and no devices simulated yet."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    shutil.copy(REPOSITORY / "requirements.txt", venv / "requirements.stamp")
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"XREX_VENV": str(venv), "XREX_PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        ["bash", str(REPOSITORY / "tools" / "quickstart.sh"), *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_quickstart_passes_flags_on_and_simulates_devices(tmp_path):
+    ratings = "".join(f"{i % 9},{i % 11},{1 + i * 7 % 5},{i}\n" for i in range(200))
+    (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + ratings)
+    out = tmp_path / "out"
+    result = _command(
+        tmp_path,
+        f"--data={tmp_path / 'ratings.csv'}",
+        "--devices=2",
+        "--steps=2",
+        "--batch=64",
+        "--width=8",
+        f"--out={out}",
+    )
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert (metrics["devices"], metrics["steps"], metrics["width"]) == (2, 2, 8)
+    assert result.stderr == ""
+
+
+def test_quickstart_tells_a_mistake_in_one_message(tmp_path):
+    result = _command(tmp_path, "--data=synthetic", "--width=12", f"--out={tmp_path / 'out'}")
+    assert result.returncode == 1
+    assert result.stderr.startswith("train: async_emb emb_width=12 does not shard evenly")
+    assert "Traceback" not in result.stderr
