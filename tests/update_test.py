@@ -221,11 +221,14 @@ def direct(unique: Any, segments: Any, grads: Any = None, **changes: Any) -> Any
     return xrex.update_start(handle, OURS, update._replace(**changes), table, state)
 
 
-def test_unique_tokens_outside_of_the_table_are_dropped_never_wrapped() -> None:
-    table, state, pin = direct([-1, 8, 3, -8], [0, 1, 3, 3])
+@pytest.mark.parametrize("gradient", [1, np.inf, np.nan])
+def test_unique_tokens_outside_of_the_table_are_dropped_never_wrapped(gradient: float) -> None:
+    grads = np.full((4, 4), gradient, np.float32)
+    table, state, pin = direct([-1, 8, 3, -8], [0, 1, 3, 3], grads)
     assert_same_bits(table, np.ones((8, 4), np.float32))
     assert state.accumulator.tolist() == [4] * 8
-    assert (float(pin.result.norm), int(pin.result.dropped)) == (0, 4)
+    assert (float(pin.result.norm), bool(pin.result.valid)) == (0, True)
+    assert int(pin.result.dropped) == 4
 
 
 def test_segments_outside_of_the_list_are_dropped() -> None:
