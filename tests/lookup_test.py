@@ -163,6 +163,7 @@ def test_wide_device_ids_are_read_or_refused() -> None:
     ("ids", "table", "error", "message"),
     [
         ([0.0, 1.0], np.ones((8, 2), np.float32), TypeError, "must be integers, not float"),
+        ([0, 2**70], np.ones((8, 2), np.float32), TypeError, "must be integers, not object"),
         ([True, False], np.ones((8, 2), np.float32), TypeError, "must be integers, not bool"),
         ([0], np.ones((8, 2), np.float32), ValueError, r"token_ids has shape \(1,\).*\(2,\)"),
         ([[0, 1]], np.ones((8, 2), np.float32), ValueError, "token_ids has shape"),

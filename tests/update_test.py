@@ -100,6 +100,15 @@ def test_under_jit_with_gradients_of_another_type(
     compare(ours, theirs, str(case))
 
 
+def test_x64_changes_no_bit() -> None:
+    table, ids = layouts.random_table(2, np.float32), layouts.random_ids(12)
+    grads = layouts.exact_gradients(22, ids)
+    theirs = judge(RULE, ids, grads, table, oracle.init(RULE, layouts.VOCAB), FEW.num_unique)
+    with jax.enable_x64(True):
+        state = OURS.init(layouts.VOCAB)
+        compare(train(FEW, OURS, ids.astype(np.int64), grads, table, state), theirs)
+
+
 def test_a_group_of_one_by_name_trains_too() -> None:
     """No axis at all: every device holds the whole table and all tokens."""
     handle = xrex.make_context_handle(
