@@ -6,6 +6,7 @@ from xrex.context import (
     make_context_handle,
     single_shard_per_rank,
 )
+from xrex.explain import LayoutReport, explain_layout
 from xrex.lookup import (
     LookupPin,
     lookup_done,
@@ -33,6 +34,7 @@ __all__ = [
     "Batch",
     "CompressedTokens",
     "GradientUpdate",
+    "LayoutReport",
     "LookupPin",
     "Pipeline",
     "PipelineState",
@@ -45,6 +47,7 @@ __all__ = [
     "check_single_shard_per_rank",
     "compress_token_ids",
     "compress_token_ids_per_shard",
+    "explain_layout",
     "lookup_done",
     "lookup_done_per_shard",
     "lookup_start",

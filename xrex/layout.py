@@ -1,13 +1,14 @@
 """The rules that a layout must keep, one object each, in the order in which they are checked.
 
 A layout is a mesh, two tuples of its axes and four sizes. `xrex.context` raises the first rule that
-a layout breaks; whoever explains layouts to people lists all of them. Both read `RULES`.
+a layout breaks; `xrex.explain` lists all of them, and what would mend them. Both read `RULES`.
 """
 
+import difflib
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -31,12 +32,17 @@ class Layout:
     @property
     def group_size(self) -> int:
         """How many ranks the communicator has; axes that the mesh lacks count once."""
-        return axis_size(self.mesh, self.table_axis)
+        return axis_size(self.mesh, _once(self.table_axis))
 
     @property
     def off_communicator_axes(self) -> tuple[str, ...]:
-        """The data axes outside of the table axis, in the order of the data axis."""
-        return tuple(axis for axis in self.data_axis if axis not in self.table_axis)
+        """The data axes outside of the table axis, each once, in the order of the data axis."""
+        return tuple(axis for axis in _once(self.data_axis) if axis not in self.table_axis)
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The mesh's axes and their sizes, in order."""
+        return dict(self.mesh.shape)
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,20 @@ class Rule:
 
     Attributes:
       name: a short identifier.
-      violation: the error text for a layout that breaks the rule, None for one that keeps it. Only
-        asked for layouts that keep all earlier rules, unless a report lists every broken one.
+      violation: the error text for a layout that breaks the rule, None for one that keeps it.
+        Total: a report asks it of layouts that break other rules too.
       why: what would go wrong, in one sentence.
-      advice: what to change, one remedy a line, in the layout's own names.
+      advice: what to change, one remedy a line, in the layout's own names. Only asked for layouts
+        that keep all earlier rules.
+      remedies: layouts near a broken one that keep the rule, or come nearer to keeping it; they may
+        break others. Total, like `violation`.
     """
 
     name: str
     violation: Callable[[Layout], str | None]
     why: str
     advice: Callable[[Layout], tuple[str, ...]]
+    remedies: Callable[[Layout], Iterator[Layout]]
 
 
 def axis_tuple(axis: AxisNames, name: str) -> tuple[str, ...]:
@@ -80,6 +90,16 @@ def axis_size(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
+def _once(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axes))
+
+
+def resized(mesh: AnyMesh, sizes: dict[str, int]) -> AbstractMesh:
+    """A mesh to plan with: the same axes and types, some of them of other sizes."""
+    wanted = {name: sizes.get(name, size) for name, size in mesh.shape.items()}
+    return AbstractMesh(tuple(wanted.values()), tuple(wanted), axis_types=mesh.axis_types)
+
+
 def first_violation(layout: Layout) -> tuple[Rule, str] | None:
     """The first rule that a layout breaks, and the error's text; None when it keeps them all."""
     for rule in RULES:
@@ -89,7 +109,7 @@ def first_violation(layout: Layout) -> tuple[Rule, str] | None:
     return None
 
 
-_SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
+SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
 
 
 def is_positive_integer(value: object) -> bool:
@@ -111,10 +131,13 @@ def _repeated_axis(layout: Layout) -> str | None:
 
 
 def _not_positive(layout: Layout) -> str | None:
-    for name in _SIZES:
+    for name in SIZES:
         value = getattr(layout, name)
         if not is_positive_integer(value):
             return f"async_emb {name}={value!r} must be a positive integer"
+    for axis, size in layout.mesh.shape.items():
+        if size < 1:
+            return f"async_emb mesh axis {axis!r} of size {size} must have a positive size"
     return None
 
 
@@ -150,8 +173,13 @@ def _shards_off_communicator(layout: Layout) -> str | None:
     )
 
 
+def _divides(group_size: int, size: int) -> bool:
+    """Whether ranks share a size evenly; true of sizes that another rule finds fault with."""
+    return not is_positive_integer(size) or group_size < 1 or size % group_size == 0
+
+
 def _uneven_tokens(layout: Layout) -> str | None:
-    if layout.tokens_per_batch % layout.group_size == 0:
+    if _divides(layout.group_size, layout.tokens_per_batch):
         return None
     return (
         f"async_emb tokens_per_batch={layout.tokens_per_batch} does not shard evenly "
@@ -160,7 +188,7 @@ def _uneven_tokens(layout: Layout) -> str | None:
 
 
 def _uneven_width(layout: Layout) -> str | None:
-    if layout.emb_width % layout.group_size == 0:
+    if _divides(layout.group_size, layout.emb_width):
         return None
     return (
         f"async_emb emb_width={layout.emb_width} does not shard evenly "
@@ -203,36 +231,108 @@ def _nearest_multiples(name: str, value: int, group_size: int) -> tuple[str, ...
     )
 
 
+def _name_once(layout: Layout) -> Iterator[Layout]:
+    yield replace(layout, table_axis=_once(layout.table_axis), data_axis=_once(layout.data_axis))
+
+
+def _make_positive(layout: Layout) -> Iterator[Layout]:
+    sizes: dict[str, Any] = {
+        name: value if is_positive_integer(value) else _nearest_positive(value)
+        for name, value in ((name, getattr(layout, name)) for name in SIZES)
+    }
+    if not is_positive_integer(layout.num_unique):
+        sizes["num_unique"] = sizes["tokens_per_batch"]  # Room for every id of any batch.
+    empty = {axis: 1 for axis, size in layout.mesh.shape.items() if size < 1}
+    yield replace(layout, mesh=resized(layout.mesh, empty) if empty else layout.mesh, **sizes)
+
+
+def _nearest_positive(value: object) -> int:
+    try:
+        return max(1, round(float(cast(Any, value))))
+    except (TypeError, ValueError, OverflowError):
+        return 1
+
+
+def _name_known_axes(layout: Layout) -> Iterator[Layout]:
+    """Puts a mesh axis for the first unknown one, the most alike first; or leaves that one out."""
+    known = tuple(layout.mesh.shape)
+    named = (*layout.table_axis, *layout.data_axis)
+    unknown = next((axis for axis in named if axis not in known), None)
+    if unknown is None:
+        return
+    alike = difflib.get_close_matches(unknown, known, n=len(known) or 1, cutoff=0.0)
+    for names in (*((axis,) for axis in alike), ()):
+        # Where the new name stands already, the unknown one is one too many.
+        table_axis, data_axis = (
+            _once(tuple(n for axis in axes for n in (names if axis == unknown else (axis,))))
+            for axes in (layout.table_axis, layout.data_axis)
+        )
+        yield replace(layout, table_axis=table_axis, data_axis=data_axis)
+
+
+def _vary_tokens(layout: Layout) -> Iterator[Layout]:
+    missing = tuple(_missing_axes(layout))
+    yield replace(layout, data_axis=(*layout.data_axis, *missing))
+    kept = tuple(axis for axis in layout.table_axis if axis not in missing)
+    yield replace(layout, table_axis=kept)
+
+
+def _bring_shards_in(layout: Layout) -> Iterator[Layout]:
+    extra = tuple(a for a in layout.off_communicator_axes if layout.mesh.shape.get(a, 1) != 1)
+    yield replace(layout, table_axis=(*layout.table_axis, *extra))
+    yield replace(layout, data_axis=tuple(a for a in layout.data_axis if a not in extra))
+    yield replace(layout, mesh=resized(layout.mesh, dict.fromkeys(extra, 1)))
+
+
+def _even(name: str) -> Callable[[Layout], Iterator[Layout]]:
+    def nearest_multiples(layout: Layout) -> Iterator[Layout]:
+        group_size, value = layout.group_size, getattr(layout, name)
+        if _divides(group_size, value):
+            return
+        below = int(value) // group_size * group_size
+        for size in (below, below + group_size):
+            if size > 0:
+                changed: dict[str, Any] = {name: size}
+                yield replace(layout, **changed)
+
+    return nearest_multiples
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "repeated_axis",
         _repeated_axis,
         "An axis shards an array once; named twice it has no meaning.",
         lambda layout: ("Name each axis once.",),
+        _name_once,
     ),
     Rule(
         "positive_sizes",
         _not_positive,
         "A batch, a row, a capacity and a node each hold at least one of their kind.",
         lambda layout: ("Pass a Python integer of at least 1.",),
+        _make_positive,
     ),
     Rule(
         "known_axes",
         _unknown_axis,
         "Nothing can be sharded over an axis that the mesh does not have.",
         _advise_names,
+        _name_known_axes,
     ),
     Rule(
         "tokens_vary",
         _tokens_do_not_vary,
         "Ranks that hold the same tokens would each add the same gradients: they count twice.",
         _advise_missing,
+        _vary_tokens,
     ),
     Rule(
         "one_shard_per_rank",
         _shards_off_communicator,
         "Copies of the table would each see other tokens and drift apart, without any error.",
         _advise_off_communicator,
+        _bring_shards_in,
     ),
     Rule(
         "even_tokens",
@@ -241,11 +341,13 @@ RULES: tuple[Rule, ...] = (
         lambda layout: _nearest_multiples(
             "tokens_per_batch", layout.tokens_per_batch, layout.group_size
         ),
+        _even("tokens_per_batch"),
     ),
     Rule(
         "even_width",
         _uneven_width,
         "Every rank holds the same number of columns.",
         lambda layout: _nearest_multiples("emb_width", layout.emb_width, layout.group_size),
+        _even("emb_width"),
     ),
 )

@@ -1,0 +1,172 @@
+"""Bytes that a layout takes on each rank: table, state, what is in flight, what a step holds."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from xrex.context import AsyncEmbContextHandle
+from xrex.rules.base import UpdateRule
+
+# What GPUs are sold with, in the units of their makers.
+DEVICE_BYTES = (80 * 10**9, 141 * 10**9)
+_MOST_ROWS = int(np.iinfo(np.int32).max)
+
+
+@dataclass(frozen=True)
+class ArrayPlan:
+    """One array that a rank holds.
+
+    Attributes:
+      group: "table", "state", "pins" (what is in flight between two steps: a started lookup, and
+        the gradients of the deferred update) or "temporary".
+      name: what it is.
+      shape: a rank's.
+      dtype: its name.
+      bytes: of a rank.
+    """
+
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The largest table that fits a device: beside state, pins, temporary and what is reserved.
+
+    Attributes:
+      device_bytes: of the device.
+      vocab: rows; 0 if nothing fits.
+    """
+
+    device_bytes: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes a rank.
+
+    `table`, `state` and `pins` are arguments of the compiled step, to the byte. `temporary` is what
+    an update holds at its peak with the reference kernels: gradients as they arrive, the same in
+    float32, their sums by row, and the segment ids. It leaves out the dense model, with the rows
+    and gradients that this holds while it runs.
+
+    Attributes:
+      table: None when the vocabulary is not known.
+      state: of the update rule; None when the vocabulary is not known.
+      pins: what is in flight between two steps.
+      temporary: what a step holds beside, at its peak.
+      bytes_per_row: of table and state together, for each row of the vocabulary.
+      reserved: left to the dense model, by the caller's word.
+      arrays: all of the above, one by one.
+      largest_vocab: for each size of device.
+    """
+
+    table: int | None
+    state: int | None
+    pins: int
+    temporary: int
+    bytes_per_row: int
+    reserved: int
+    arrays: tuple[ArrayPlan, ...]
+    largest_vocab: tuple[Capacity, ...]
+
+    @property
+    def total(self) -> int | None:
+        """Table, state, pins and temporary; None when the vocabulary is not known."""
+        if self.table is None or self.state is None:
+            return None
+        return self.table + self.state + self.pins + self.temporary
+
+
+def plan_memory(
+    handle: AsyncEmbContextHandle,
+    vocab: int | None,
+    dtype: np.dtype,
+    rule: UpdateRule,
+    reserved_bytes: int,
+) -> MemoryPlan:
+    """Plans the bytes of a rank; see `xrex.plan.plan_layout` for the arguments."""
+    pins, temporary = tuple(_pins(handle, dtype)), tuple(_temporary(handle, dtype))
+    table = () if vocab is None else (_table(handle, dtype, vocab),)
+    state = () if vocab is None else tuple(_state(handle, rule, vocab))
+    one_row, two_rows = (
+        sum(array.bytes for array in (_table(handle, dtype, rows), *_state(handle, rule, rows)))
+        for rows in (1, 2)
+    )
+    bytes_per_row = two_rows - one_row
+    fixed = one_row - bytes_per_row + reserved_bytes + _bytes(pins) + _bytes(temporary)
+    return MemoryPlan(
+        table=None if vocab is None else _bytes(table),
+        state=None if vocab is None else _bytes(state),
+        pins=_bytes(pins),
+        temporary=_bytes(temporary),
+        bytes_per_row=bytes_per_row,
+        reserved=reserved_bytes,
+        arrays=(*table, *state, *pins, *temporary),
+        largest_vocab=tuple(
+            Capacity(device, min(_MOST_ROWS, max(0, (device - fixed) // bytes_per_row)))
+            for device in DEVICE_BYTES
+        ),
+    )
+
+
+def _table(handle: AsyncEmbContextHandle, dtype: np.dtype, vocab: int) -> ArrayPlan:
+    return _array("table", "table", (vocab, handle.shard_width), dtype)
+
+
+def _state(handle: AsyncEmbContextHandle, rule: UpdateRule, vocab: int) -> Iterator[ArrayPlan]:
+    """The state's leaves; those of two dimensions are sharded like the table."""
+    shapes = jax.eval_shape(lambda: rule.init(vocab))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        shape = (
+            (leaf.shape[0], leaf.shape[1] // handle.group_size) if leaf.ndim == 2 else leaf.shape
+        )
+        yield _array("state", jax.tree_util.keystr(path).lstrip("."), shape, leaf.dtype)
+
+
+def _pins(handle: AsyncEmbContextHandle, dtype: np.dtype) -> Iterator[ArrayPlan]:
+    """`current_lookup` and `previous_update` of `xrex.pipeline_state.PipelineState`, a rank's."""
+    tokens, width, int32 = handle.tokens_per_rank, handle.shard_width, np.dtype(np.int32)
+    for name, shape, kind in (
+        ("lookup: rows in flight", (handle.group_size, tokens, width), dtype),
+        ("lookup: unique tokens", (handle.num_unique,), int32),
+        ("lookup: segment ids", (tokens,), int32),
+        ("lookup: dropped", (), int32),
+        ("update: gradients", (tokens, handle.emb_width), dtype),
+        ("update: unique tokens", (handle.num_unique,), int32),
+        ("update: segment ids", (tokens,), int32),
+        ("update: pending", (), np.dtype(bool)),
+    ):
+        yield _array("pins", name, shape, kind)
+
+
+def _temporary(handle: AsyncEmbContextHandle, dtype: np.dtype) -> Iterator[ArrayPlan]:
+    """What an update holds at its peak, beside its arguments."""
+    tokens, width = handle.tokens_per_batch, handle.shard_width
+    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+    for name, shape, kind in (
+        ("gradients received", (tokens, width), dtype),
+        ("gradients in float32", (tokens, width), float32),
+        ("sums by row", (handle.num_unique, width), float32),
+        ("square sums by row", (handle.num_unique,), float32),
+        ("segment ids of all ranks", (tokens,), int32),
+        ("rows to sum into", (tokens,), int32),
+    ):
+        yield _array("temporary", name, shape, kind)
+
+
+def _array(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> ArrayPlan:
+    dtype = np.dtype(dtype)
+    return ArrayPlan(group, name, shape, dtype.name, math.prod(shape) * dtype.itemsize)
+
+
+def _bytes(arrays: tuple[ArrayPlan, ...]) -> int:
+    return sum(array.bytes for array in arrays)
