@@ -1,7 +1,6 @@
 """The validator and the runtime agree: a layout is accepted exactly when it trains correctly."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import xrex
-from tests import strategies
+from tests import strategies, suite_report
+from tests.expected_rejection import check_rejection, expected_rejection
 from tests.judge import (
     Accepted,
     Rejected,
@@ -42,7 +42,7 @@ def share_of(num_devices: int) -> float:
 # One test a size, so that several processes share the work.
 @pytest.mark.parametrize("num_devices", range(1, strategies.MAX_DEVICES + 1))
 def test_accepted_exactly_when_it_works(num_devices: int, tally: Tally) -> None:
-    @settings(max_examples=examples(share_of(num_devices)))
+    @settings(max_examples=suite_report.layouts(share_of(num_devices)))
     @given(strategies.layouts(num_devices))
     def check(layout: Layout) -> None:
         note(as_code(layout))
@@ -68,56 +68,10 @@ def test_the_one_exception_is_rejected_by_name_and_would_work(tally: Tally, layo
     tally("examples of the exception")
 
 
-def first_broken_rule(layout: Layout) -> str | None:
-    """The text of the design for the first rule that a layout breaks; a pattern."""
-    mesh, table_axis, data_axis = layout.mesh, layout.table_axis, layout.data_axis
-    for axes in (table_axis, data_axis):
-        for axis in axes:
-            if axes.count(axis) > 1:
-                return f"async_emb .* names axis {axis!r} more than once"
-    for name in ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node"):
-        size = getattr(layout, name)
-        if type(size) not in (int, np.int64) or size < 1:
-            return re.escape(f"async_emb {name}={size!r} must be a positive integer")
-    for axis in table_axis + data_axis:
-        if axis not in mesh.axis_names:
-            return re.escape(f"async_emb axis {axis!r} is not a mesh axis of {mesh}")
-    missing_axes = [axis for axis in table_axis if axis not in data_axis]
-    if missing_axes:
-        return re.escape(
-            "async_emb requires token shards to vary across the communicator: "
-            f"table_axis {missing_axes} missing from data_axis {data_axis}"
-        )
-    off = math.prod(mesh.shape[axis] for axis in data_axis if axis not in table_axis)
-    if off != 1:
-        return re.escape(
-            "async_emb requires exactly one token shard per communicator rank: "
-            f"data_axis {data_axis} shards tokens over {off} positions "
-            f"outside table_axis {table_axis}"
-        )
-    ranks = math.prod(mesh.shape[axis] for axis in table_axis)
-    for name in ("tokens_per_batch", "emb_width"):
-        size = getattr(layout, name)
-        if size % ranks:
-            return re.escape(
-                f"async_emb {name}={size} does not shard evenly over the {ranks}-rank communicator"
-            )
-    return None
-
-
 @given(strategies.layouts_of_any_sizes())
 def test_a_rejection_names_the_first_broken_rule(tally: Tally, layout: Layout) -> None:
-    pattern = first_broken_rule(layout)
-    tally("examples of rejections" if pattern else "examples of acceptance")
-    if pattern is None:
-        handle = make_handle(layout)
-        assert handle.group_size * handle.tokens_per_rank == layout.tokens_per_batch
-        assert handle.group_size * handle.shard_width == layout.emb_width
-        return
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the whole text is compared below)
-        make_handle(layout)
-    assert re.fullmatch(pattern, str(caught.value))
-    assert caught.value.__notes__
+    check_rejection(layout, make_handle)
+    tally("examples of rejections" if expected_rejection(layout) else "examples of acceptance")
 
 
 @given(strategies.layouts_of_any_sizes())

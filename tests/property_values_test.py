@@ -12,9 +12,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-import xrex
-from tests import oracle, strategies, trial
-from tests.assertions import assert_same_bits_on_every_device
+from tests import one_layout, strategies, trial
 from tests.judge import as_code, make_handle
 from tests.suite_report import examples
 from xrex.layout import Layout
@@ -23,61 +21,28 @@ pytestmark = pytest.mark.property
 
 Tally = Callable[[str], None]
 
-EXACT_RULES = (
-    xrex.RowwiseAdagrad(learning_rate=1.0, eps=1e-30),
-    xrex.RowwiseAdagrad(learning_rate=0.25, eps=1e-30, lazy=True),
-)
-DECAYING_RULES = (
-    xrex.RowwiseAdagrad(learning_rate=0.0625, half_life_steps=3.0, weight_decay=0.125),
-    xrex.RowwiseAdagrad(learning_rate=0.0625, half_life_steps=3.0, weight_decay=0.125, lazy=True),
-)
-
-look_up = jax.jit(
-    lambda handle, ids, table: xrex.lookup_done(handle, xrex.lookup_start(handle, ids, table)),
-    static_argnums=0,
-)
-
-
-def policy_arguments(policy: oracle.IdPolicy) -> dict[str, Any]:
-    return {"out_of_range": policy.out_of_range, "padding_id": policy.padding_id}
-
 
 @given(st.data())
 def test_lookup_is_the_rows_bit_for_bit(tally: Tally, data: st.DataObject) -> None:
-    layout = data.draw(strategies.legal_layouts())
-    policy = data.draw(st.sampled_from(strategies.POLICIES))
-    ids = data.draw(strategies.id_streams(layout.tokens_per_batch, layout.group_size))
-    table = data.draw(strategies.tables_of_any_bits(layout.emb_width))
-    note(as_code(layout))
-    rows = look_up(make_handle(layout, **policy_arguments(policy)), ids, table)
-    assert_same_bits_on_every_device(rows, oracle.lookup(table, ids, policy))
+    one_layout.check_lookup(data.draw, data.draw(strategies.legal_layouts()))
     tally("examples of lookups")
 
 
 @given(st.data())
 def test_two_exact_updates_are_the_oracle_bit_for_bit(tally: Tally, data: st.DataObject) -> None:
     layout = data.draw(strategies.legal_layouts())
-    policy = data.draw(st.sampled_from(strategies.POLICIES))
-    rule = data.draw(st.sampled_from(EXACT_RULES))
-    attempt = data.draw(strategies.exact_trials(layout, policy=policy))
-    note(as_code(layout))
-    handle = make_handle(layout, **policy_arguments(policy))
-    step = data.draw(st.sampled_from([trial.quick_step] * 15 + [trial.training_step]))
-    steps = trial.run(handle, rule, attempt, step)
-    trial.check_steps(steps, trial.expect(handle, rule, attempt, steps), exact=True)
-    tally("examples of exact updates" + ", eager" * (step is trial.training_step))
+    eager = data.draw(st.sampled_from([False] * 15 + [True]))
+    step = trial.training_step if eager else trial.quick_step
+    one_layout.check_exact_updates(data.draw, layout, step)
+    tally("examples of exact updates" + ", eager" * eager)
 
 
 @given(st.data())
 @settings(max_examples=examples(0.5))
 def test_two_random_updates_are_the_oracle_within_an_ulp(tally: Tally, data: st.DataObject) -> None:
+    # Few layouts: they are compiled as for use, which takes longer.
     layout = data.draw(strategies.legal_layouts(max_axes=1, plain=True))
-    rule = data.draw(st.sampled_from(DECAYING_RULES))
-    attempt = data.draw(strategies.random_trials(layout))
-    note(as_code(layout))
-    handle = make_handle(layout)
-    steps = trial.run(handle, rule, attempt)
-    trial.check_steps(steps, trial.expect(handle, rule, attempt, steps), exact=False)
+    one_layout.check_random_updates(data.draw, layout)
     tally("examples of random updates")
 
 
@@ -141,8 +106,10 @@ def test_nothing_depends_on_how_a_mesh_is_written_down(
         changed, changed_attempt, order = change(data.draw, layout, attempt)
         note(as_code(layout))
         note(as_code(changed))
-        first = trial.run(make_handle(layout), EXACT_RULES[0], attempt, trial.quick_step)
-        second = trial.run(make_handle(changed), EXACT_RULES[0], changed_attempt, trial.quick_step)
+        first = trial.run(make_handle(layout), one_layout.EXACT_RULES[0], attempt, trial.quick_step)
+        second = trial.run(
+            make_handle(changed), one_layout.EXACT_RULES[0], changed_attempt, trial.quick_step
+        )
         for a, b in zip(first, second, strict=True):
             a = a._replace(embeddings=np.asarray(a.embeddings)[order])
             trial.assert_same_values(b, a)
@@ -161,7 +128,7 @@ def test_results_do_not_depend_on_the_number_of_ranks(tally: Tally, data: st.Dat
     multiple = data.draw(st.integers(1, 2))
     num_unique = data.draw(st.sampled_from([8, 4]))
     attempt = data.draw(strategies.exact_trials(layout_of(1)))
-    rule = data.draw(st.sampled_from(EXACT_RULES))
+    rule = data.draw(st.sampled_from(one_layout.EXACT_RULES))
     one, *others = (
         trial.run(make_handle(layout_of(ranks)), rule, attempt, trial.quick_step)
         for ranks in (1, 2, 4, 8)

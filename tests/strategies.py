@@ -15,6 +15,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
+from tests.expected_rejection import SIZES
 from tests.oracle import ZERO, IdPolicy, resolve
 from tests.trial import Trial, exact_gradients
 from xrex.layout import Layout
@@ -24,7 +25,6 @@ MAX_AXES = 4
 VOCAB = 8
 NAMES = ("a", "b", "c", "d")
 UNKNOWN = "unknown"
-SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 
 

@@ -3,38 +3,47 @@
 import os
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Verbosity, settings
+from hypothesis import HealthCheck, settings
 
 _COUNTS = pytest.StashKey[Counter[str]]()
-_PROFILE = pytest.StashKey[str]()
 _KEY = "xrex_suite_counts"
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "deadline": None,
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-    "verbosity": Verbosity.normal,
 }
+# How many layouts validator and runtime are compared on.
+_LAYOUTS = {"ci": 200, "dev": 50, "thorough": 10_000}
 
 
-def register_profiles() -> str:
-    """Registers and loads the profile that XREX_PROFILE names, and returns its name.
+def profile() -> str:
+    """The profile that XREX_PROFILE names: "ci" where it names none."""
+    return os.environ.get("XREX_PROFILE", "ci")
+
+
+def load_profile() -> None:
+    """Registers Hypothesis' profiles and loads the one to use.
 
     ci: 200 examples a property, the same in every run. dev: a few, other ones each time.
-    thorough: 10,000 layouts, other ones each time.
+    thorough: many, other ones each time.
     """
     settings.register_profile("ci", derandomize=True, max_examples=200, **_COMMON)
     settings.register_profile("dev", max_examples=50, **_COMMON)
-    settings.register_profile("thorough", max_examples=10_000, print_blob=True, **_COMMON)
-    name = os.environ.get("XREX_PROFILE", "ci")
-    settings.load_profile(name)
-    return name
+    settings.register_profile("thorough", max_examples=1_000, print_blob=True, **_COMMON)
+    settings.load_profile(profile())
 
 
 def examples(share: float = 1.0) -> int:
     """How many examples a property runs that gets this share of the profile's."""
     return max(1, round(settings().max_examples * share))
+
+
+def layouts(share: float) -> int:
+    """How many layouts to compare validator and runtime on, of this share of the profile's."""
+    return max(1, round(_LAYOUTS[profile()] * share))
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +60,7 @@ def tally(pytestconfig: pytest.Config) -> Callable[[str], None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Starts the counts and the profile."""
     config.stash[_COUNTS] = Counter()
-    config.stash[_PROFILE] = register_profiles()
+    load_profile()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -75,6 +84,6 @@ def pytest_terminal_summary(
     counts = config.stash[_COUNTS]
     if not counts:
         return
-    terminalreporter.section(f"property suite, profile {config.stash[_PROFILE]}")
+    terminalreporter.section(f"property suite, profile {profile()}")
     for what, count in sorted(counts.items()):
         terminalreporter.write_line(f"{count:7,} {what}")

@@ -1,0 +1,59 @@
+"""The command that checks one layout: what it says, and its exit status."""
+
+import pytest
+
+from tests import one_layout
+from tools import check_suite
+
+pytestmark = pytest.mark.property
+
+COMMON = "--tokens 8 --width 8 --examples 3"
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("--mesh data=2,model=4 --table-axis model --data-axis model", ["accepted", "oracle"]),
+        ("--mesh model=2 --table-axis model --data-axis model --explicit", ["works"]),
+        (
+            "--mesh data=2,model=2 --table-axis model --data-axis data,model",
+            ["rejected by one_shard_per_rank: async_emb requires exactly one", "fails: "],
+        ),
+        ("--mesh a=2,b=1 --table-axis a,b --data-axis a", ["rejected on purpose"]),
+        ("--mesh a=3 --table-axis a --data-axis a", ["tokens_per_batch=8 does not shard evenly"]),
+        ("--mesh a=2 --table-axis z --data-axis a", ["'z' is not a mesh axis"]),
+    ],
+)
+def test_agreement_in_words(axes: str, words: list[str]) -> None:
+    agree, text = check_suite.check(check_suite.parse(f"{axes} {COMMON}".split()))
+    assert agree, text
+    for word in [*words, "They agree."]:
+        assert word in text
+
+
+def test_a_disagreement_is_an_error_with_a_line_that_makes_it_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(one_layout.judge, "is_listed_exception", lambda _: False)
+    arguments = f"--mesh a=2,b=1 --table-axis a,b --data-axis a {COMMON}"
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert check_suite.main(arguments.split()) == 1
+    assert "They DISAGREE, on\nLayout(mesh=Mesh(" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ("--mesh a", "not of the form name=size"),
+        ("--mesh a=0", "not of the form name=size"),
+        ("--mesh a=65", "too many to simulate"),
+        ("--tokens -2", "not a positive integer"),
+    ],
+)
+def test_a_wrong_command_line_is_told(
+    changed: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        check_suite.parse(f"--mesh a=2 --table-axis a --data-axis a {changed}".split())
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,265 @@
+"""The pipeline through any legal order of calls, against the oracle that does one thing at a time.
+
+Every number of the model is exact, so each comparison is bit for bit. The rows' gradients turn with
+the sign of the rows that the model saw: one that is read too early or too late shows in the table.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from jax.sharding import AxisType, Mesh
+
+import xrex
+from tests import oracle, strategies, trial
+from tests.assertions import assert_same_bits_on_every_device
+from tests.suite_report import examples
+
+pytestmark = pytest.mark.property
+
+Tally = Callable[[str], None]
+
+VOCAB = strategies.VOCAB
+WIDTH = 4
+TOKENS = 8
+DENSE_RATE = 0.5
+TABLE_RULE = xrex.RowwiseAdagrad(learning_rate=1.0, eps=1e-30, lazy=True)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One pipeline to drive."""
+
+    sizes: tuple[int, ...]
+    table_axis: tuple[str, ...]
+    axis_type: AxisType
+    dtype: Any
+    staleness: int
+    accumulation_steps: int
+
+
+# A line; copies of the table on a permuted square; explicit axes. Each synchronous and overlapped.
+SETUPS = tuple(
+    Setup(*layout, staleness, accumulation_steps)
+    for layout, accumulation_steps in (
+        (((2,), ("a",), AxisType.Auto, strategies.DTYPES[0]), 1),
+        (((2, 2), ("b",), AxisType.Auto, strategies.DTYPES[1]), 2),
+        (((2, 2), ("b", "a"), AxisType.Explicit, strategies.DTYPES[0]), 1),
+    )
+    for staleness in (0, 1)
+)
+
+
+class Inputs(NamedTuple):
+    """What the loss makes gradients of; integers."""
+
+    rows: Any  # (tokens, width): a row's gradient, up to its sign
+    dense: Any  # (tokens, width): sums to the dense gradient
+
+
+def loss_fn(params: Any, rows: jax.Array, inputs: Inputs) -> jax.Array:
+    signs = jnp.where(jax.lax.stop_gradient(rows) >= 0, 1, -1).astype(jnp.float32)
+    of_rows = jnp.sum(rows.astype(jnp.float32) * signs * inputs.rows)
+    return of_rows + jnp.sum(params["w"][None] * inputs.dense)
+
+
+@functools.cache
+def pipeline_of(setup: Setup) -> xrex.Pipeline:
+    """Compiled once a process."""
+    names = strategies.NAMES[: len(setup.sizes)]
+    devices = np.array(jax.devices()[: int(np.prod(setup.sizes))])[::-1].reshape(setup.sizes)
+    handle = xrex.make_context_handle(
+        Mesh(devices, names, axis_types=(setup.axis_type,) * len(names)),
+        setup.table_axis,
+        data_axis=setup.table_axis[::-1],
+        tokens_per_batch=TOKENS,
+        emb_width=WIDTH,
+        num_unique=TOKENS,
+        num_devices_per_node=8,
+    )
+    return xrex.make_pipeline(
+        handle,
+        TABLE_RULE,
+        loss_fn,
+        optax.sgd(DENSE_RATE),
+        vocab=VOCAB,
+        staleness=setup.staleness,
+        accumulation_steps=setup.accumulation_steps,
+    )
+
+
+class Snapshot(NamedTuple):
+    """Where a run began, on the host."""
+
+    table: np.ndarray
+    rule_state: oracle.State
+    w: np.ndarray
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> xrex.Batch:
+    """A batch; in some of them a gradient is not finite, of a row, of the model or of a padding."""
+    ids = draw(strategies.id_streams(TOKENS, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    trained = oracle.resolve(ids, VOCAB).trained
+    rows = trial.exact_gradients(rng, trained, WIDTH)
+    dense = rng.integers(-4, 5, (TOKENS, WIDTH)).astype(np.float32)
+    bad = draw(st.sampled_from(["", "", "", "", "rows", "dense"]))
+    value = draw(st.sampled_from([np.inf, -np.inf, np.nan]))
+    if bad:
+        {"rows": rows, "dense": dense}[bad][draw(st.integers(0, TOKENS - 1)), 0] = value
+    return xrex.Batch(ids, Inputs(rows, dense))
+
+
+def is_finite(batch: xrex.Batch) -> bool:
+    trained = oracle.resolve(batch.token_ids, VOCAB).trained >= 0
+    rows, dense = batch.inputs
+    return bool(np.isfinite(rows[trained]).all() and np.isfinite(dense).all())
+
+
+class PipelineMachine(RuleBasedStateMachine):
+    """Calls a pipeline in any legal order; what it must hold follows from the batches alone."""
+
+    tally: Tally
+    lag = 0  # how much more stale the oracle is than the pipeline
+
+    @initialize(setup=st.sampled_from(SETUPS), seed=st.integers(0, 2**16))
+    def begin(self, setup: Setup, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        table = rng.integers(-4, 5, (VOCAB, WIDTH)).astype(setup.dtype)
+        adagrad = oracle.init(oracle.Adagrad(**vars(TABLE_RULE)), VOCAB)
+        self.setup = setup
+        self.pipeline = pipeline_of(setup)
+        self.snapshot = Snapshot(table, adagrad, np.zeros(WIDTH, np.float32))
+        self.restart_from_snapshot()
+
+    def take_snapshot(self) -> None:
+        self.snapshot = Snapshot(
+            np.array(self.state.table),
+            oracle.State(*map(np.array, self.state.rule_state)),
+            np.array(self.state.dense_params["w"]),
+        )
+        self.trained = []
+
+    def restart_from_snapshot(self) -> None:
+        """A new state from host arrays, as after a restart of the program."""
+        rule_state = xrex.RowwiseAdagradState(*map(jnp.asarray, self.snapshot.rule_state))
+        params = {"w": self.snapshot.w}
+        self.state = self.pipeline.init(self.snapshot.table, params, rule_state=rule_state)
+        self.steps_before = 0
+        self.trained: list[xrex.Batch] = []
+        self.held: xrex.Batch | None = None
+
+    @precondition(lambda self: self.held is None)
+    @rule(batch=batches())
+    def start(self, batch: xrex.Batch) -> None:
+        self.state = self.pipeline.start(self.state, batch)
+        self.held = batch
+
+    @precondition(lambda self: self.held is not None)
+    @rule(stream=st.lists(batches(), min_size=1, max_size=4))
+    def steps(self, stream: list[xrex.Batch]) -> None:
+        for batch in stream:
+            self.state, metrics = self.pipeline.step(self.state, batch)
+            self.check_metrics(metrics)
+            self.held = batch
+        if self.setup.staleness == 0:
+            self.check_state()
+
+    @precondition(lambda self: self.held is not None)
+    @rule()
+    def finish(self) -> None:
+        self.state, metrics = self.pipeline.finish(self.state)
+        self.check_metrics(metrics)
+        self.check_state()
+        self.held = None
+        self.steps_before += len(self.trained)
+        self.take_snapshot()  # Nothing is owed now: what follows is a run of its own.
+
+    @precondition(lambda self: self.held is not None)
+    @rule()
+    def flush(self) -> None:
+        self.state, _ = self.pipeline.flush(self.state)
+        self.check_state()
+
+    @precondition(lambda self: self.trained or self.steps_before)
+    @rule()
+    def flush_and_restart(self) -> None:
+        """Goes on in a new state from what the flushed one holds; a batch held is started again."""
+        self.flush()
+        held = self.held
+        self.take_snapshot()
+        self.restart_from_snapshot()
+        if held is not None:
+            self.start(held)
+        self.tally("pipeline restarts")
+
+    def check_metrics(self, metrics: xrex.StepMetrics) -> None:
+        assert self.held is not None
+        assert bool(metrics.skipped) == (not is_finite(self.held))
+        assert int(metrics.dropped) == 0
+        self.trained.append(self.held)
+        self.tally("pipeline steps" + ", cancelled" * (not is_finite(self.held)))
+
+    def check_state(self) -> None:
+        """Compares with the oracle's run over all batches since the last restart."""
+        right = oracle.train(
+            oracle.Adagrad(**vars(TABLE_RULE)),
+            self.snapshot.table,
+            self.snapshot.rule_state,
+            [batch.token_ids for batch in self.trained],
+            self.dense_step,
+            self.snapshot.w,
+            staleness=self.setup.staleness + self.lag,
+        )
+        actual = (self.state.table, self.state.rule_state, self.state.dense_params["w"])
+        wanted = (right.table, tuple(right.state), right.carry)
+        leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True)
+        for name, (leaf, value) in zip(
+            ("table", "accumulator", "last_step", "clock", "dense"), leaves, strict=True
+        ):
+            assert_same_bits_on_every_device(leaf, value, name)
+        assert int(self.state.step) == self.steps_before + len(self.trained)
+        self.tally("pipeline states compared")
+
+    def dense_step(self, number: int, embeddings: np.ndarray, w: np.ndarray) -> oracle.Gradients:
+        """The model of `loss_fn`, for the oracle."""
+        batch, parts = self.trained[number], np.float32(self.setup.accumulation_steps)
+        signs = np.where(embeddings >= 0, 1, -1).astype(np.float32)
+        rows = (batch.inputs.rows * signs).astype(self.setup.dtype) / parts.astype(self.setup.dtype)
+        finite = is_finite(batch)
+        if finite:
+            w = w - np.float32(DENSE_RATE) * (batch.inputs.dense.sum(axis=0) / parts)
+        return oracle.Gradients(rows, w, pending=finite)
+
+
+def machine(tally: Tally, **changes: Any) -> type[PipelineMachine]:
+    return type("Machine", (PipelineMachine,), {"tally": staticmethod(tally), **changes})
+
+
+def test_any_order_of_calls_is_sequential_training(tally: Tally) -> None:
+    run_state_machine_as_test(
+        machine(tally), settings=settings(max_examples=examples(0.25), stateful_step_count=15)
+    )
+
+
+def test_a_row_read_a_step_too_early_is_found_out() -> None:
+    """The machine can fail: the same calls, but an oracle that is one update behind."""
+    search = settings(max_examples=100, derandomize=True, phases=[Phase.generate])
+    with pytest.raises(AssertionError, match="bits differ"):
+        run_state_machine_as_test(machine(lambda _: None, lag=1), settings=search)
