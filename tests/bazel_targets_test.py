@@ -296,7 +296,8 @@ def test_a_target_without_its_file_is_found(tmp_path: Path) -> None:
 
 
 def test_the_build_files_are_formatted() -> None:
-    buildifier = shutil.which("buildifier", path=f"{sys.prefix}/bin:{os.defpath}")
+    folders = (f"{sys.prefix}/bin", f"{ROOT}/.venv/bin", os.environ["PATH"])
+    buildifier = shutil.which("buildifier", path=os.pathsep.join(folders))
     if buildifier is None:
         hint = "no buildifier: `bash tools/setup_env.sh --bazel` installs it, with npm"
         assert not os.environ.get("CI"), hint
