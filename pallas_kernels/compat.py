@@ -100,7 +100,8 @@ def _launch_in_run_state(
         def _() -> None:
             pl.run_scoped(functools.partial(body, *references), *scratch_types)
 
-    state = pl.run_state(stateful)((*updated, *operands, *outputs))
+    with jax.named_scope(mesh.kernel_name or "kernel"):  # Programs show no other name of it.
+        state = pl.run_state(stateful)((*updated, *operands, *outputs))
     return tuple(state[: len(updated)]), tuple(state[len(state) - len(outputs) :])
 
 

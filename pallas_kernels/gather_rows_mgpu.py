@@ -71,6 +71,7 @@ def gather_rows(
 
     Raises:
       NotImplementedError: the row is not a multiple of 16 bytes, or of another dtype.
+      ValueError: the tuning does not fit the rows.
     """
     width = table.shape[1]
     (n,) = ids.shape
@@ -78,6 +79,7 @@ def gather_rows(
     if n == 0:
         return jnp.zeros((0, width), table.dtype)
     tuning = tuning or GatherTuning.choose(n, width, table.dtype)
+    row_blocks.check_tuning(tuning.rows, tuning.splits, width, multiple=4)
     blocks = -(-n // tuning.rows)
     # The copies of ids are whole blocks; the padding reads the row of zeros and is not written.
     ids = jnp.pad(ids, (0, blocks * tuning.rows - n), constant_values=-1)
@@ -135,7 +137,6 @@ def _gather_block(
             row_blocks.copy_in(zeros_gmem, rows_smem.at[i], rows_ready)
 
     plgpu.barrier_wait(rows_ready)
-    plgpu.commit_smem()
     is_whole = first + tuning.rows <= n
 
     if rows_smem.shape[1] == width:

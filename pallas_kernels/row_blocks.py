@@ -118,6 +118,15 @@ def splits(width: int, limit: int) -> int:
     return units
 
 
+def check_tuning(rows: int, splits: int, width: int, multiple: int) -> None:
+    """Raises ValueError where the blocks of a tuning do not fit the rows."""
+    if width % splits or rows <= 0 or rows % multiple:
+        raise ValueError(
+            f"tuning of {rows} rows and {splits} splits does not fit rows of {width} values: "
+            f"splits must divide the width, and rows must be a positive multiple of {multiple}"
+        )
+
+
 def copy_in(source: Any, destination: Any, barrier: Any) -> None:
     """Starts a copy into shared memory, within the bounds of both arrays; `barrier` tells its end.
 

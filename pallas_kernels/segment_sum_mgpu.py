@@ -98,11 +98,14 @@ def segment_sum(
 
     Raises:
       NotImplementedError: the row is not a multiple of 16 bytes, or of another dtype.
+      ValueError: the tuning does not fit the rows.
     """
     width = values.shape[1]
     row_blocks.check_rows(width, values.dtype)
     row_blocks.check_rows(width, dtype)
     tuning = tuning or SegmentSumTuning.choose(width)
+    multiple = max(16, row_blocks.tile(width // tuning.splits).rows)
+    row_blocks.check_tuning(tuning.rows, tuning.splits, width, multiple)
     sums = jnp.zeros((num_segments, width), jnp.float32)
     square_sums = jnp.zeros((num_segments, tuning.splits), jnp.float32)
     items = _sorted_tokens(values, segment_ids, num_segments)

@@ -99,6 +99,7 @@ def update_rows(
     Raises:
       NotImplementedError: the rows of an argument are not a multiple of 16 bytes, or of another
         dtype.
+      ValueError: the tuning does not fit the rows.
     """
     width = tables[0].shape[1]
     (u,) = ids.shape
@@ -111,6 +112,8 @@ def update_rows(
             u, width, [t.dtype for t in tables], [o.dtype for o in operands]
         )
     columns = width // tuning.splits
+    # A tile has a multiple of 4 rows.
+    row_blocks.check_tuning(tuning.rows, tuning.splits, width, row_blocks.tile(columns).rows)
     if u < tuning.rows:
         # Less than one block: the padding is smaller than that.
         missing = tuning.rows - u

@@ -59,8 +59,8 @@ def _mend() -> None:
     """Lets several devices interpret one kernel, each at its own pace.
 
     All devices share one `GPUSharedMemory`. Whichever ends first asserts that no barrier is left,
-    while others still use theirs; and from JAX 0.11 on, a device that ends a block resets the clocks
-    of all, after which the race detector sees races that are none.
+    while others still use theirs; and from JAX 0.11 on, a device that ends a block resets the
+    clocks of all, after which the race detector sees races that are none.
     """
     memory = shared_memory.GPUSharedMemory
     if getattr(memory, "_mended", False):

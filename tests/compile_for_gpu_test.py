@@ -1,0 +1,176 @@
+"""Kernels and training steps compiled for eight H100s on a machine without any."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import gather_rows_mgpu, segment_sum_mgpu, update_rows_mgpu
+from tests import kernel_cases as cases
+from tools import compile_for_gpu, compiled_program, gpu_programs, gpu_topology
+
+OBSTACLE = gpu_topology.missing()
+pytestmark = [
+    pytest.mark.compile_gpu,
+    pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
+    # XLA says so where it would ask a GPU how much scratch memory a sort needs.
+    pytest.mark.filterwarnings("ignore:Missing deviceless CUB"),
+]
+
+
+@functools.cache
+def mesh(gpus=8):
+    devices = gpu_topology.gpu_devices(gpu_topology.TARGETS["h100"], gpus)
+    return Mesh(np.array(devices), ("x",))
+
+
+def compiled(lowered):
+    """The report of a program, whose kernels must not spill registers."""
+    with compiled_program.ptxas_usage() as usages:
+        program = lowered().compile()
+    for usage in usages:
+        assert usage.spilled_bytes == 0, usage
+    return compiled_program.read(program), usages
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(w, "bfloat16") for w in (8, 16, 32, 64, 128, 256)]
+    + [(w, "float32") for w in (4, 8, 16, 32, 64, 128)],
+)
+def test_kernels_compile_at_every_width(width, dtype):
+    # 2^31 elements and more, where a row number times a width overflows 32 bits.
+    vocab = 2**32 // width if (width, dtype) == (256, "bfloat16") else 10_000
+    shape = gpu_programs.KernelShape(width, dtype, vocab=vocab, tokens=300, segments=200)
+    for program in gpu_programs.kernel_programs(mesh(), shape):
+        report, usages = compiled(program.lower)
+        assert usages
+        assert {kernel.name for kernel in report.kernels} == {program.name.split()[0]}
+        assert not report.collectives
+        if program.donated:
+            table_bytes = vocab * width * jnp.dtype(dtype).itemsize
+            assert report.memory.aliased == table_bytes
+            assert not report.copies(at_least=table_bytes)
+            assert report.memory.temporary < table_bytes
+
+
+def as_shapes(arguments):
+    return gpu_programs.shapes(mesh(1), jax.tree.map(jnp.asarray, arguments))
+
+
+@pytest.mark.parametrize("case", cases.GATHERS, ids=cases.name)
+def test_interpreted_gathers_compile(case):
+    function = functools.partial(gather_rows_mgpu.gather_rows, tuning=case.tuning)
+    compiled(lambda: jax.jit(function).lower(*as_shapes(cases.gather_arguments(case, 0))))
+
+
+@pytest.mark.parametrize("case", cases.UPDATES, ids=cases.name)
+def test_interpreted_updates_compile_in_place(case):
+    rule = cases.rule(case.rule, case.dtype)
+    function = functools.partial(update_rows_mgpu.update_rows, fn=rule.function, tuning=case.tuning)
+    arguments = as_shapes(cases.update_arguments(case, 0))
+    report, _ = compiled(lambda: jax.jit(function, donate_argnums=0).lower(*arguments))
+    assert report.memory.aliased == sum(t.size * t.dtype.itemsize for t in arguments[0])
+
+
+@pytest.mark.parametrize("case", cases.SEGMENT_SUMS, ids=cases.name)
+def test_interpreted_segment_sums_compile(case):
+    function = functools.partial(
+        segment_sum_mgpu.segment_sum,
+        num_segments=case.segments,
+        dtype=case.dtype,
+        tuning=case.tuning,
+    )
+    compiled(lambda: jax.jit(function).lower(*as_shapes(cases.segment_sum_arguments(case, 0))))
+
+
+STEP = gpu_programs.StepShape(vocab=1_000_000, emb_width=512, tokens_per_rank=512)
+
+
+def table_bytes(step):
+    return step.vocab * step.emb_width * jnp.dtype(step.dtype).itemsize // mesh().size
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_step_updates_the_table_in_place(staleness):
+    step = gpu_programs.StepShape(
+        vocab=STEP.vocab,
+        emb_width=STEP.emb_width,
+        tokens_per_rank=STEP.tokens_per_rank,
+        staleness=staleness,
+    )
+    assert gpu_programs.step_handle(mesh(), step).implementation == "mosaic_gpu"
+    report, _ = compiled(lambda: gpu_programs.lower_step(mesh(), step))
+    assert {kernel.name for kernel in report.kernels} == {
+        "gather_rows",
+        "segment_sum",
+        "update_rows",
+    }
+    # The first outputs are the state: the table, and what the rule holds for each of its rows.
+    assert report.memory.aliased > table_bytes(step) + 4 * step.vocab
+    for output in range(2):
+        assert f"{{{output}}}: ({output}, " in report.aliases
+    assert not report.copies(at_least=4 * step.vocab)
+    assert report.memory.temporary < table_bytes(step)
+    kinds = {c.kind for c in report.collectives if c.is_asynchronous}
+    assert kinds >= {"all-gather", "all-to-all"}
+
+
+def test_the_embedding_part_stays_within_the_arena():
+    """Lookup and update alone need at most what is said of them, and a tenth."""
+    import xrex
+
+    step = STEP
+    handle = gpu_programs.step_handle(mesh(), step)
+    rule = xrex.RowwiseAdagrad(learning_rate=0.1)
+    rows = PartitionSpec(None, "x")
+
+    def shape(*size, dtype, spec=()):
+        return gpu_programs.shapes(mesh(), jax.ShapeDtypeStruct(size, dtype), *spec)
+
+    tokens, width = handle.tokens_per_batch, handle.emb_width
+    table = shape(step.vocab, width, dtype=step.dtype, spec=rows)
+    state = gpu_programs.shapes(mesh(), jax.eval_shape(lambda: rule.init(step.vocab)))
+    ids = shape(tokens, dtype=jnp.int32, spec=("x",))
+    update = xrex.GradientUpdate(
+        unique_tokens=shape(handle.num_unique, dtype=jnp.int32),
+        grads=shape(tokens, width, dtype=step.dtype, spec=("x", None)),
+        segment_ids=ids,
+        pending=shape(dtype=bool),
+    )
+
+    def lookup(ids, table):
+        return xrex.lookup_done(handle, xrex.lookup_start(handle, ids, table))
+
+    def apply(update, table, state):
+        table, state, pin = xrex.update_start(handle, rule, update, table, state)
+        return table, state, xrex.update_done(handle, pin)
+
+    arena = (
+        8 * tokens
+        + 4 * handle.tokens_per_rank * width * jnp.dtype(step.dtype).itemsize
+        + 4 * handle.num_unique * handle.shard_width
+        + 4 * (handle.num_unique + 1)
+    )
+    looked_up, _ = compiled(lambda: jax.jit(lookup).lower(ids, table))
+    updated, _ = compiled(lambda: jax.jit(apply, donate_argnums=(1, 2)).lower(update, table, state))
+    assert updated.memory.aliased > table_bytes(step)
+    assert looked_up.memory.temporary + updated.memory.temporary <= 1.1 * arena
+
+
+def test_more_gpus_than_one_host():
+    devices = gpu_topology.gpu_devices(gpu_topology.TARGETS["h200"], 8, hosts=8)
+    assert len(devices) == 64
+    assert {device.compute_capability for device in devices} == {"9.0"}
+
+
+def test_the_description_names_what_matters():
+    shape = gpu_programs.KernelShape(8, "float32", vocab=100, tokens=8, segments=8)
+    program = gpu_programs.kernel_programs(mesh(1), shape)[-1]
+    text = compile_for_gpu.describe(*compiled(program.lower))
+    assert "in place: {}: (0, {}, may-alias)" in text
+    assert "kernels: update_rows" in text
+    assert "0 bytes spilled" in text
