@@ -10,7 +10,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from pallas_kernels import api as kernels
-from xrex.layout import AnyMesh, AxisNames, Layout, axis_size, axis_tuple, first_violation
+from xrex.layout import (
+    AnyMesh,
+    AxisNames,
+    Layout,
+    axis_size,
+    axis_tuple,
+    communicators,
+    first_violation,
+)
 
 OutOfRange = Literal["zero", "clip", "raise"]
 
@@ -68,7 +76,7 @@ class AsyncEmbContextHandle:
 
         For an `AbstractMesh`, which has no devices, their positions in the mesh.
         """
-        groups = _communicators(self.mesh, self.table_axis)
+        groups = communicators(self.mesh, self.table_axis)
         if isinstance(self.mesh, AbstractMesh):
             return tuple(groups.ravel().tolist())
         devices = self.mesh.devices.ravel()
@@ -272,15 +280,6 @@ def _compute_capability(mesh: AnyMesh) -> str | None:
     if isinstance(mesh, AbstractMesh):
         return None
     return getattr(mesh.devices.flat[0], "compute_capability", None)
-
-
-def _communicators(mesh: AnyMesh, table_axis: tuple[str, ...]) -> np.ndarray:
-    """Positions in the mesh, (communicators, group_size), ranks in the order of the table axis."""
-    names = tuple(mesh.shape)
-    positions = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    others = [names.index(name) for name in names if name not in table_axis]
-    ranks = [names.index(name) for name in table_axis]
-    return positions.transpose(others + ranks).reshape(-1, axis_size(mesh, table_axis))
 
 
 def _mesh_to_plain(mesh: AnyMesh) -> dict[str, Any]:

@@ -170,20 +170,19 @@ def _broken_rules(layout: Layout) -> Iterator[BrokenRule]:
 
 def _smallest_changes(layout: Layout, rule: Rule) -> tuple[Change, ...]:
     """What makes the layout acceptable, with a remedy of the rule among it."""
-    found: dict[frozenset[tuple[str, Any]], tuple[float, ...]] = {}
-    for mended in _mended(layout, rule):
-        found[frozenset(_difference(layout, mended).items())] = _distance(layout, mended)
-    smallest = [change for change in found if not any(other < change for other in found)]
-    smallest = sorted(smallest, key=lambda change: found[change])[:_CHANGES_A_RULE]
-    # A table on one device is a change of last resort.
-    sharded = [change for change in smallest if dict(change).get("table_axis") != ()]
-    smallest = sharded or smallest
-    return tuple(_as_change(dict(change)) for change in smallest)
+    found = sorted(_mended(layout, rule), key=lambda mended: _distance(layout, mended))
+    # A table that is no longer sharded is the last resort.
+    found = [mended for mended in found if mended.table_axis] or found
+    changes = [_difference(layout, mended) for mended in found]
+    smallest = [
+        change for change in changes if not any(other.keys() < change.keys() for other in changes)
+    ]
+    return tuple(_as_change(change) for change in smallest[:_CHANGES_A_RULE])
 
 
 def _distance(old: Layout, new: Layout) -> tuple[float, ...]:
-    """How much of a layout changes: whether the table is no longer sharded, then how many
-    arguments, then whether the mesh, then by what factor the sizes.
+    """How much of a layout changes: how many arguments, then whether the mesh, then how much the
+    sizes.
     """
     changed = _difference(old, new)
     sizes = [name for name in layout_rules.SIZES if name in changed]
@@ -192,8 +191,7 @@ def _distance(old: Layout, new: Layout) -> tuple[float, ...]:
         for name in sizes
         if layout_rules.is_positive_integer(getattr(old, name))
     ]
-    unsharded = "table_axis" in changed and not new.table_axis
-    return (unsharded, len(changed), "mesh" in changed, sum(factors))
+    return len(changed), "mesh" in changed, sum(factors)
 
 
 def _mended(layout: Layout, rule: Rule) -> Iterator[Layout]:

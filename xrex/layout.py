@@ -90,6 +90,15 @@ def axis_size(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
+def communicators(mesh: AnyMesh, table_axis: tuple[str, ...]) -> np.ndarray:
+    """Positions in the mesh, (communicators, group_size), ranks in the order of the table axis."""
+    names = tuple(mesh.shape)
+    positions = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    others = [names.index(name) for name in names if name not in table_axis]
+    ranks = [names.index(name) for name in table_axis]
+    return positions.transpose(others + ranks).reshape(-1, axis_size(mesh, table_axis))
+
+
 def _once(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axes))
 

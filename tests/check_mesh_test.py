@@ -1,0 +1,344 @@
+"""The command that checks a layout: its answers, its exit status, its picture and its README."""
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+import xrex
+from tests import layouts
+from tools import check_mesh, errors_table, mesh_picture
+from xrex.layout import RULES
+
+ROOT = Path(__file__).parent.parent
+GOOD = {
+    "mesh": "replica=2,batch=8",
+    "table_axis": "batch",
+    "data_axis": "batch",
+    "tokens_per_batch": 65536,
+    "emb_width": 512,
+    "num_unique": 65536,
+    "num_devices_per_node": 8,
+}
+
+
+def command(**changes: Any) -> list[str]:
+    arguments = {name: value for name, value in (GOOD | changes).items() if value is not None}
+    return ["check_mesh", *(f"--{name}={value}" for name, value in arguments.items())]
+
+
+def run(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, str, str]:
+    status = check_mesh.main(argv)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+# Answers
+
+
+def test_an_accepted_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, command(vocab=10**8))
+    assert (status, err) == (0, "")
+    assert out.startswith("ACCEPTED: 8 ranks x 64 columns, 8192 tokens a rank\n")
+    for text in ("12,800,000,000", "7,340,032", "1,048,576", "Largest vocabulary in 141 GB"):
+        assert text in out
+    assert "WARNING: The mesh axes ('replica',) shard neither columns nor tokens" in out
+
+
+def test_a_rejected_layout_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, command(data_axis="batch,replica"))
+    assert (status, err) == (1, "")
+    rule = next(rule for rule in RULES if rule.name == "one_shard_per_rank")
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[0] == "REJECTED: 1 rule is broken"
+    at = lines.index(
+        "1. async_emb requires exactly one token shard per communicator rank: data_axis "
+        "('batch', 'replica') shards tokens over 2 positions outside table_axis ('batch',)"
+    )
+    assert lines[at + 1] == f"Why: {rule.why}"
+    assert lines[at + 3 :] == [
+        "--table_axis=batch,replica",
+        "--data_axis=batch",
+        "--mesh=replica=1,batch=8",
+    ]
+
+
+BROKEN = {
+    "data_axis": "batch,replica",
+    "tokens_per_batch": 65537,
+    "emb_width": 3,
+    "num_unique": 0,
+}
+
+
+def test_every_flag_that_is_suggested_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, command(**BROKEN))
+    assert status == 1
+    assert out.startswith("REJECTED: 4 rules are broken\n")
+    suggested = [line.split() for line in out.splitlines() if line.startswith("     --")]
+    assert suggested
+    for flags in suggested:
+        # Pasted behind the command: the last of two equal flags counts.
+        assert run(capsys, command(**BROKEN) + flags)[0] == 0
+    assert len({tuple(flags) for flags in suggested}) == len(suggested)
+
+
+def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, [*command(**BROKEN), "--json"])
+    said = json.loads(out)
+    assert status == 1
+    assert not said["accepted"]
+    assert [rule["rule"] for rule in said["broken"]] == [
+        "positive_sizes",
+        "one_shard_per_rank",
+        "even_tokens",
+        "even_width",
+    ]
+    assert said["broken"][0]["changes"][0]["flags"].startswith("--")
+    status, out, _ = run(capsys, [*command(vocab=1000), "--json"])
+    said = json.loads(out)
+    assert status == 0
+    assert said["mesh"] == {"replica": 2, "batch": 8}
+    assert said["plan"]["memory"]["table"] == 1000 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "message"),
+    [
+        ({"mesh": None}, [], "missing --mesh"),
+        ({"mesh": "a"}, [], "'a' is not AXIS=SIZE"),
+        ({"mesh": "a=two"}, [], "'a=two' is not AXIS=SIZE"),
+        ({"mesh": "a=1,a=1"}, [], "axis 'a' is there twice"),
+        ({"emb_width": "wide"}, [], "emb_width"),
+        ({"vocab": 0}, [], "vocab=0 must be a positive integer"),
+        ({"dtype": "float16"}, [], "dtype"),
+        ({}, ["--bogus=1"], "Unknown command line flag 'bogus'"),
+        ({}, ["word"], "arguments without a flag: word"),
+        ({}, ["--from_python=nowhere:f"], "ModuleNotFoundError: No module named 'nowhere'"),
+        ({}, ["--from_python=os:getcwd"], "must return a mesh and a dictionary, not str"),
+        ({}, ["--png=/nowhere/mesh.png"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_answered_exits_2(
+    changes: Any, extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, command(**changes) + extra)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_help_tells_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, ["check_mesh", "--help"])
+    assert status == 0
+    assert "Exit status: 0 accepted, 1 rejected, 2" in out
+    assert all(f"--{name}" in out for name in (*GOOD, "vocab", "dtype", "from_python", "png"))
+
+
+def test_a_program_may_make_the_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_layout.py").write_text(
+        "import jax\n"
+        "def make():\n"
+        "    mesh = jax.make_mesh((2, 4), ('r', 'x'), axis_types=(jax.sharding.AxisType.Auto,) * 2)"
+        "\n"
+        "    return mesh, dict(table_axis='x', data_axis=('r', 'x'), tokens_per_batch=64,\n"
+        "        emb_width=8, num_unique=64, num_devices_per_node=4, out_of_range='clip')\n"
+        "def odd():\n"
+        "    return make()[0], {'emb_with': 8}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = ["check_mesh", "--from_python=my_layout:make"]
+    status, out, _ = run(capsys, argv)
+    assert status == 1
+    assert "--table_axis=x,r" in out
+    assert run(capsys, [*argv, "--table_axis=x,r"])[0] == 0
+    assert run(capsys, [*argv, "--mesh=r=1,x=4"])[0] == 0
+    status, _, err = run(capsys, ["check_mesh", "--from_python=my_layout:odd"])
+    assert status == 2
+    assert "unknown arguments emb_with" in err
+
+
+def test_it_needs_no_device_for_any_number_of_them() -> None:
+    argv = command(
+        mesh="pod=1024,chip=128",
+        table_axis="chip,pod",
+        data_axis="pod,chip",
+        tokens_per_batch=2**24,
+        emb_width=2**17,
+        vocab=10**6,
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.check_mesh", *argv[1:]],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "no_such_platform"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("ACCEPTED: 131072 ranks x 1 columns")
+    assert "\x1b" not in result.stdout
+
+
+# The picture
+
+
+def draw(handle: xrex.AsyncEmbContextHandle, **changes: Any) -> mesh_picture.Picture:
+    layout = {name: getattr(handle, name) for name in ("mesh", "table_axis", "data_axis")}
+    names = ("tokens_per_batch", "emb_width", "num_devices_per_node")
+    sizes = {name: getattr(handle, name) for name in names}
+    drawn = mesh_picture.picture(**(layout | sizes | changes))
+    assert drawn is not None
+    return drawn
+
+
+def bounds(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first) + 1
+
+
+@pytest.mark.parametrize("case", layouts.LAYOUTS, ids=str)
+def test_the_picture_is_how_arrays_are_sharded(case: layouts.LayoutCase) -> None:
+    handle = case.handle()
+    drawn = draw(handle)
+
+    def held(shape: tuple[int, ...], spec: P) -> dict[int, tuple[int, int]]:
+        """What each device holds of the last axis, by its id."""
+        indices = NamedSharding(case.mesh, spec).devices_indices_map(shape)
+        return {device.id: index[-1].indices(shape[-1])[:2] for device, index in indices.items()}
+
+    columns = held((1, handle.emb_width), P(None, case.table_axis))
+    tokens = held((handle.tokens_per_batch,), P(case.data_axis))
+    seen = []
+    for row in drawn.rows:
+        for cell in row.cells:
+            device = int(cell.split()[1])
+            assert columns[device] == bounds(row.columns)
+            assert tokens[device] == bounds(row.tokens)
+            seen.append(device)
+    # Rank after rank, communicator after communicator: as the handle has it.
+    by_communicator = np.array(seen).reshape(handle.group_size, -1).T
+    assert tuple(by_communicator.ravel().tolist()) == handle.flatten_replicas
+
+
+def test_a_rejected_layout_shows_which_copy_sees_other_tokens() -> None:
+    mesh = layouts.mesh({"r": 2, "x": 2})
+    sizes = {"tokens_per_batch": 16, "emb_width": 8, "num_devices_per_node": 2}
+    drawn = mesh_picture.picture(mesh, ("x",), ("x", "r"), **sizes)
+    assert drawn is not None
+    assert [row.tokens for row in drawn.rows] == ["", ""]
+    assert drawn.rows[0].cells == (
+        "device 0 (node 0)\ntokens 0-3",
+        "device 2 (node 1)\ntokens 4-7",
+    )
+
+
+@pytest.mark.parametrize(
+    ("table_axis", "changes"),
+    [(("z",), {}), (("x", "x"), {}), (("x",), {"emb_width": 0}), (("x",), {"emb_width": "8"})],
+)
+def test_what_has_no_meaning_has_no_picture(table_axis: tuple[str, ...], changes: Any) -> None:
+    sizes = {"tokens_per_batch": 16, "emb_width": 8, "num_devices_per_node": 2}
+    mesh = layouts.mesh({"x": 2})
+    assert mesh_picture.picture(mesh, table_axis, ("x",), **(sizes | changes)) is None
+
+
+@pytest.mark.parametrize("axes", ["a=512", "a=4,b=16,c=8", "a=128,b=4", "a=2,b=2"])
+def test_any_number_of_devices_fits_a_screen(axes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = axes.translate({ord(c): None for c in "=0123456789"})
+    argv = command(mesh=axes, table_axis=names[-1], data_axis=names[-1], emb_width=1024)
+    status, out, _ = run(capsys, argv)
+    assert status == 0
+    drawn = [line for line in out[: out.index("Bytes a rank")].splitlines() if line]
+    assert len(drawn) <= 70
+    assert max(map(len, drawn)) <= 120
+    size = math.prod(int(part.split("=")[1]) for part in axes.split(","))
+    assert str(size - 1) in "\n".join(drawn), "the last device is drawn"
+
+
+def test_groups_of_ranks_say_what_they_hold() -> None:
+    mesh = check_mesh.parse_mesh("a=4,b=16,c=8")
+    sizes = {"tokens_per_batch": 65536, "emb_width": 1024, "num_devices_per_node": 8}
+    drawn = mesh_picture.picture(mesh, ("c", "b"), ("b", "c"), **sizes)
+    assert drawn is not None
+    assert len(drawn.rows) == mesh_picture.MOST_RANKS
+    row = drawn.rows[1]
+    assert (row.ranks, row.columns) == ("ranks 8-15", "64-127")
+    assert row.tokens == "shards 64, 72, ... 120 of 128"
+    assert row.cells[1] == "devices 192, 200, ... 248\nnodes 24-31"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([3], "3"),
+        ([3, 4, 5], "3-5"),
+        ([1, 4], "1, 4"),
+        ([0, 8, 16, 24], "0, 8, ... 24"),
+        ([0, 1, 5, 6], "0 ... 6 (4)"),
+    ],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert mesh_picture.ranges(np.array(numbers)) == text
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_colours_are_for_terminals(colour: bool) -> None:
+    out = io.StringIO()
+    system: Any = "standard" if colour else "auto"
+    console = Console(file=out, force_terminal=colour, color_system=system, width=100)
+    console.print(mesh_picture.as_table(draw(layouts.LAYOUTS[3].handle())))
+    assert ("\x1b[" in out.getvalue()) == colour
+
+
+@pytest.mark.parametrize("changes", [{}, {"data_axis": "batch,replica"}, {"mesh": "batch=512"}])
+def test_the_picture_as_an_image(
+    changes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mesh.png"
+    status, _, err = run(capsys, command(**changes, png=path))
+    assert status == ("data_axis" in changes)
+    assert err == ""
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+# The README's section
+
+
+def test_the_section_of_the_readme_is_current() -> None:
+    readme = errors_table.README.read_text()
+    assert readme == errors_table.updated(readme), "run `python -m tools.errors_table`"
+
+
+def test_every_rule_has_an_entry_with_its_text_and_cures() -> None:
+    assert list(errors_table.EXAMPLES) == [rule.name for rule in RULES]
+    section = errors_table.section()
+    for rule in RULES:
+        assert section.count(rule.why) == 1
+    assert section.count("Cure: `--") == len(RULES)
+
+
+@pytest.mark.parametrize("readme", ["", errors_table.BEGIN, "x".join(["<!-- errors: end -->"] * 2)])
+def test_a_readme_without_markers_is_refused(readme: str) -> None:
+    with pytest.raises(ValueError, match="errors: begin"):
+        errors_table.updated(readme)
+
+
+def test_an_old_section_is_replaced() -> None:
+    old = f"before\n{errors_table.BEGIN}\nold\n{errors_table.END}\nafter\n"
+    new = errors_table.updated(old)
+    assert new.startswith(f"before\n{errors_table.BEGIN}\n## Errors and their cures\n")
+    assert new.endswith(f"{errors_table.END}\nafter\n")
+    assert "\nold\n" not in new
+    assert errors_table.updated(new) == new
