@@ -126,6 +126,15 @@ def test_a_change_of_several_arguments_mends_all_of_it() -> None:
     assert mended.accepted
 
 
+def test_a_mesh_of_no_devices_is_refused_by_name() -> None:
+    mesh = abstract(r=0, x=4)
+    report = explain(mesh, ("r", "x"), ("x", "r"))
+    assert [broken.rule for broken in report.broken] == ["positive_sizes"]
+    assert flags(report) == ["--mesh=r=1,x=4"]
+    with pytest.raises(ValueError, match="mesh axis 'r' of size 0 must have a positive size"):
+        xrex.make_context_handle(mesh, ("r", "x"), data_axis=("x", "r"), **LAYOUT)
+
+
 def test_flags_are_quoted_for_a_shell() -> None:
     mesh = abstract(**{"my axis": 2, "x": 2})
     assert flags(explain(mesh, "x", ("x", "my axis")))[0] == "'--table_axis=x,my axis'"

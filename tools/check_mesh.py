@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import flags
 from jax.sharding import AbstractMesh, AxisType
 from rich.console import Console
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if not _write_png(drawn, _value(options, "png")):
         return USAGE
     if _value(options, "json"):
-        print(json.dumps(as_json(report), indent=2, default=str))
+        print(json.dumps(as_json(report), indent=2, default=_plain))
     else:
         show(report, drawn)
     return ACCEPTED if report.accepted else REJECTED
@@ -206,6 +207,11 @@ def explain(arguments: Mapping[str, Any], options: flags.FlagValues) -> xrex.Lay
 def as_json(report: xrex.LayoutReport) -> dict[str, Any]:
     """The report as what `json` can write."""
     return {**dataclasses.asdict(report), "sizes": dict(report.sizes), "mesh": dict(report.mesh)}
+
+
+def _plain(value: object) -> object:
+    """What is neither number nor string for `json`: a size that is none, or one of NumPy's."""
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def show(report: xrex.LayoutReport, drawn: mesh_picture.Picture | None) -> None:

@@ -118,6 +118,7 @@ def first_violation(layout: Layout) -> tuple[Rule, str] | None:
     return None
 
 
+# A layout's sizes, in the order in which they are checked.
 SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
 
 
@@ -230,14 +231,15 @@ def _advise_off_communicator(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def _nearest_multiples(name: str, value: int, group_size: int) -> tuple[str, ...]:
-    above = -(-value // group_size) * group_size
-    below = above - group_size
-    choices = [f"{name}={size}" for size in (below, above) if size > 0]
-    return (
-        f"Use a multiple of {group_size}: {' or '.join(choices)}.",
-        f"Or a communicator whose size divides {value}.",
-    )
+def _advise_multiples(name: str) -> Callable[[Layout], tuple[str, ...]]:
+    def advise(layout: Layout) -> tuple[str, ...]:
+        choices = [f"{name}={getattr(mended, name)}" for mended in _nearest_multiples(name)(layout)]
+        return (
+            f"Use a multiple of {layout.group_size}: {' or '.join(choices)}.",
+            f"Or a communicator whose size divides {getattr(layout, name)}.",
+        )
+
+    return advise
 
 
 def _name_once(layout: Layout) -> Iterator[Layout]:
@@ -293,8 +295,8 @@ def _bring_shards_in(layout: Layout) -> Iterator[Layout]:
     yield replace(layout, mesh=resized(layout.mesh, dict.fromkeys(extra, 1)))
 
 
-def _even(name: str) -> Callable[[Layout], Iterator[Layout]]:
-    def nearest_multiples(layout: Layout) -> Iterator[Layout]:
+def _nearest_multiples(name: str) -> Callable[[Layout], Iterator[Layout]]:
+    def remedies(layout: Layout) -> Iterator[Layout]:
         group_size, value = layout.group_size, getattr(layout, name)
         if _divides(group_size, value):
             return
@@ -304,7 +306,7 @@ def _even(name: str) -> Callable[[Layout], Iterator[Layout]]:
                 changed: dict[str, Any] = {name: size}
                 yield replace(layout, **changed)
 
-    return nearest_multiples
+    return remedies
 
 
 RULES: tuple[Rule, ...] = (
@@ -347,16 +349,14 @@ RULES: tuple[Rule, ...] = (
         "even_tokens",
         _uneven_tokens,
         "Every rank sends and receives the same number of rows.",
-        lambda layout: _nearest_multiples(
-            "tokens_per_batch", layout.tokens_per_batch, layout.group_size
-        ),
-        _even("tokens_per_batch"),
+        _advise_multiples("tokens_per_batch"),
+        _nearest_multiples("tokens_per_batch"),
     ),
     Rule(
         "even_width",
         _uneven_width,
         "Every rank holds the same number of columns.",
-        lambda layout: _nearest_multiples("emb_width", layout.emb_width, layout.group_size),
-        _even("emb_width"),
+        _advise_multiples("emb_width"),
+        _nearest_multiples("emb_width"),
     ),
 )

@@ -55,7 +55,8 @@ class MemoryPlan:
 
     `table`, `state` and `pins` are arguments of the compiled step, to the byte. `temporary` is what
     an update holds at its peak with the reference kernels: gradients as they arrive, the same in
-    float32, their sums by row, and the segment ids. It leaves out the dense model, with the rows
+    float32, their sums by row, and the segment ids. A program compiled for GPUs holds about as much
+    or less (`tools/compile_for_gpu.py` says how much). It leaves out the dense model, with the rows
     and gradients that this holds while it runs.
 
     Attributes:
