@@ -126,6 +126,13 @@ def test_a_change_of_several_arguments_mends_all_of_it() -> None:
     assert mended.accepted
 
 
+def test_nothing_is_changed_for_nothing() -> None:
+    """A width that a remedy rounds for two ranks is whole again where another leaves one rank."""
+    report = explain(abstract(a=1, b=2), ("b", "a"), "a", tokens_per_batch=0, emb_width=3)
+    assert "--table_axis=a --tokens_per_batch=1" in flags(report)
+    assert not any("table_axis" in text and "emb_width" in text for text in flags(report))
+
+
 def test_a_mesh_of_no_devices_is_refused_by_name() -> None:
     mesh = abstract(r=0, x=4)
     report = explain(mesh, ("r", "x"), ("x", "r"))

@@ -7,7 +7,7 @@ same `xrex.layout.RULES`, and offers no change that `make_context_handle` does n
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -210,9 +210,21 @@ def _mended(layout: Layout, rule: Rule) -> Iterator[Layout]:
         if broken is not None:
             waiting.extend([*broken[0].remedies(candidate)][::-1])
             continue
-        _accept(candidate)
+        mended = _without_idle_changes(layout, candidate)
+        _accept(mended)
         found += 1
-        yield candidate
+        yield mended
+
+
+def _without_idle_changes(old: Layout, new: Layout) -> Layout:
+    """The accepted layout `new` with what need not have changed as it was in `old`."""
+    for name in (field.name for field in fields(new)):
+        if getattr(new, name) is not getattr(old, name):
+            restored: dict[str, Any] = {name: getattr(old, name)}
+            candidate = replace(new, **restored)
+            if layout_rules.first_violation(candidate) is None:
+                return _without_idle_changes(old, candidate)
+    return new
 
 
 def _difference(old: Layout, new: Layout) -> dict[str, Any]:
