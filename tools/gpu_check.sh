@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Checks and measures xrex on a machine with one NVIDIA GPU and no network; within 8 minutes.
+#
+#   bash tools/gpu_check.sh [file.json]
+#
+# Uses the Python at hand (XREX_PYTHON, or python3), which must have a JAX that sees the GPU, and
+# pytest, hypothesis and optax. Writes one JSON file (default: out/gpu_check.json); exits with 0
+# when all checks passed, whatever the speeds are.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${XREX_PYTHON:-python3}"
+result="${1:-out/gpu_check.json}"
+mkdir -p "$(dirname "$result")"
+
+# Part of the memory would be reserved by the tests' process while the measurements need it.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+export JAX_PLATFORMS=cuda,cpu
+
+tests=passed
+timeout 180 "$python" -m pytest -q -m requires_gpu tests/kernels_gpu_test.py || tests="failed ($?)"
+timeout 270 "$python" -m tools.gpu_check --tests="$tests" --out="$result"
