@@ -62,14 +62,14 @@ def packages(root: Path) -> list[str]:
     return sorted(folder for folder in folders if not folder.startswith(NOT_PACKAGES))
 
 
-def read_targets(root: Path, folder: str) -> list[Target]:
-    """The Python targets of a folder's BUILD file."""
+def read_targets(root: Path, folder: str, rules: tuple[str, ...] = RULES) -> list[Target]:
+    """The targets of a folder's BUILD file that are made by one of the rules."""
     targets = []
     for statement in ast.parse((root / folder / "BUILD").read_text()).body:
         if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
             continue
         call = statement.value
-        if isinstance(call.func, ast.Name) and call.func.id in RULES:
+        if isinstance(call.func, ast.Name) and call.func.id in rules:
             literals = {}
             for keyword in call.keywords:
                 try:
@@ -162,6 +162,17 @@ def audit_files(root: Path, folder: str, targets: list[Target]) -> Iterator[str]
             yield f"{target.label}: should be a {expected}"
 
 
+def listed_tests(root: Path, folder: str) -> set[str]:
+    """What the folder's suites list by name: Bazel leaves manual tests out of the others."""
+    suites = read_targets(root, folder, rules=("test_suite",))
+    return {
+        label_of(folder, test[1:])
+        for suite in suites
+        for test in suite.attributes.get("tests", [])
+        if test.startswith(":")
+    }
+
+
 def audit_tags(root: Path, target: Target) -> Iterator[str]:
     """Tags that follow the markers, in tests."""
     tags = set(target.attributes.get("tags", []))
@@ -170,6 +181,8 @@ def audit_tags(root: Path, target: Target) -> Iterator[str]:
         yield f"{target.label}: tags should be {sorted(expected)}, its file's markers"
     if ("manual" in tags) != bool(expected & MANUAL):
         yield f"{target.label}: the tag `manual` goes with {sorted(MANUAL)}"
+    if "requires-gpu" in expected and target.label not in listed_tests(root, target.folder):
+        yield f"{target.label}: gpu_tests does not list it"
 
 
 def audit_dependencies(
@@ -216,7 +229,10 @@ def test_the_build_files_match_the_tree() -> None:
 
 
 SMALL_TREE = {
-    "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["property: random layouts"]\n',
+    "pyproject.toml": """
+[tool.pytest.ini_options]
+markers = ["property: random layouts", "requires_gpu: needs one"]
+""",
     "xrex/__init__.py": "from xrex import layout\n",
     "xrex/layout.py": "",
     "xrex/BUILD": """
@@ -255,6 +271,10 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
         (
             {"tests/layout_test.py": "import pytest, xrex\npytestmark = pytest.mark.property\n"},
             "//tests:layout_test: tags should be ['property'], its file's markers",
+        ),
+        (
+            {"tests/layout_test.py": "import pytest\n@pytest.mark.requires_gpu\ndef test(): ..."},
+            "//tests:layout_test: gpu_tests does not list it",
         ),
         (
             {"tests/BUILD": SMALL_TREE["tests/BUILD"].replace("pytest_test", "py_library")},
