@@ -11,7 +11,7 @@ from tools.bench_step import zipf_ids
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_prints_both_ratios(staleness: int) -> None:
+def test_prints_its_ratios(staleness: int) -> None:
     run = subprocess.run(
         [
             sys.executable,
@@ -24,8 +24,12 @@ def test_prints_both_ratios(staleness: int) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    ratios = re.findall(r"^(?:xrex / plain JAX|4 x the rows / once) +(\d+\.\d+)$", run.stdout, re.M)
-    assert len(ratios) == 2, run.stdout
+    ratios = re.findall(
+        r"^(?:xrex / plain JAX|4 x the rows / once|all ids equal / Zipf) +(\d+\.\d+)$",
+        run.stdout,
+        re.M,
+    )
+    assert len(ratios) == 3, run.stdout
     assert run.stderr == ""
 
 

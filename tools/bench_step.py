@@ -1,11 +1,11 @@
-"""Times a training step of xrex against plain sharded JAX, and against a larger vocabulary.
+"""Times a training step of xrex against plain sharded JAX, a larger vocabulary, and equal ids.
 
     python -m tools.bench_step
 
 Plain JAX is what one would write without xrex: the same table in the same sharding, autodiff
 through `table[ids]` under `jax.jit`, and dense Adagrad. All steps train the same small dense model
-on the same tokens. A step's time is the median over `--repeats`, taken in turn so that a busy
-machine slows them alike.
+on the same Zipf-distributed tokens, but for one of xrex's whose tokens all have the same id. A
+step's time is the median over `--repeats`, taken in turn so that a busy machine slows them alike.
 """
 
 import statistics
@@ -152,7 +152,7 @@ def median_seconds(steps: dict[str, Step], repeats: int) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> None:
-    """Prints the three times and the two ratios."""
+    """Prints the four times and the three ratios."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     # At level INFO, which app.run sets, JAX tells which platforms it did not find.
@@ -161,7 +161,8 @@ def main(argv: list[str]) -> None:
     mesh = Mesh(np.array(jax.devices()[:count]), ("shard",))
     small, large = _VOCAB.value, _VOCAB.value * _FACTOR.value
     ids, large_ids = (zipf_ids(vocab, _TOKENS.value, _ZIPF.value) for vocab in (small, large))
-    plain, ours, larger = f"plain JAX, {small:,} rows", f"xrex, {small:,} rows", f"{large:,} rows"
+    plain, ours = f"plain JAX, {small:,} rows", f"xrex, {small:,} rows"
+    larger, equal = f"xrex, {large:,} rows", "xrex, all ids equal"
     print(
         f"{count} x {mesh.devices.flat[0].device_kind}, width {_WIDTH.value} "
         f"{_DTYPE.value}, {_TOKENS.value:,} tokens, {len(np.unique(ids)):,} and "
@@ -171,14 +172,16 @@ def main(argv: list[str]) -> None:
         {
             plain: plain_step(mesh, small, ids),
             ours: xrex_step(mesh, small, ids),
-            f"xrex, {larger}": xrex_step(mesh, large, large_ids),
+            larger: xrex_step(mesh, large, large_ids),
+            equal: xrex_step(mesh, small, np.zeros_like(ids)),
         },
         _REPEATS.value,
     )
     for name, seconds in times.items():
         print(f"{name:<28} {seconds * 1e3:9.1f} ms")
     print(f"xrex / plain JAX             {times[ours] / times[plain]:9.3f}")
-    print(f"{_FACTOR.value} x the rows / once        {times[f'xrex, {larger}'] / times[ours]:9.3f}")
+    print(f"{_FACTOR.value} x the rows / once        {times[larger] / times[ours]:9.3f}")
+    print(f"all ids equal / Zipf         {times[equal] / times[ours]:9.3f}")
 
 
 if __name__ == "__main__":
