@@ -78,8 +78,9 @@ def _mend() -> None:
         reset_clocks = memory.reset_per_cluster_state
 
         def reset_own_clocks(self: Any) -> None:
-            is_new = "reallocation_checker" not in vars(self)
+            is_new = "_has_clocks" not in vars(self)
             if is_new or self.num_devices == 1:
                 reset_clocks(self)
+            self._has_clocks = True
 
         memory.reset_per_cluster_state = reset_own_clocks
