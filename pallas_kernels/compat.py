@@ -96,11 +96,13 @@ def _launch_in_run_state(
     outputs = [jax.lax.empty(out.shape, out.dtype) for out in out_types]
 
     def stateful(references: tuple[Any, ...]) -> None:
-        @pl.core_map(mesh, compiler_params=parameters, interpret=interpret or False)
-        def _() -> None:
+        def block() -> None:
             pl.run_scoped(functools.partial(body, *references), *scratch_types)
 
-    with jax.named_scope(mesh.kernel_name or "kernel"):  # Programs show no other name of it.
+        block.__name__ = mesh.kernel_name or "kernel"  # Dumps show no other name of it.
+        pl.core_map(mesh, compiler_params=parameters, interpret=interpret or False)(block)
+
+    with jax.named_scope(mesh.kernel_name or "kernel"):  # Nor do programs.
         state = pl.run_state(stateful)((*updated, *operands, *outputs))
     return tuple(state[: len(updated)]), tuple(state[len(state) - len(outputs) :])
 
