@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tools.batches import padded_parts, training_batches
+from tools.batches import padded_parts, row_penalties, training_batches
 from tools.clicks import PADDING
 from tools.synthetic import SyntheticConfig, synthetic_clicks
 
@@ -11,8 +11,14 @@ DATA = synthetic_clicks(SyntheticConfig(examples=100, users=7, items=50))
 
 
 def _batches(**changed):
-    arguments = {"batch": 20, "steps": 9, "seed": 0, "hide_users": 0.0, **changed}
-    return list(training_batches(DATA, **arguments))
+    arguments = {
+        "batch": 20,
+        "steps": 9,
+        "seed": 0,
+        "hide_users": 0.0,
+        "penalties": (0.0,) * len(DATA.features),
+    }
+    return list(training_batches(DATA, **(arguments | changed)))
 
 
 def test_each_pass_takes_training_examples_at_most_once():
@@ -47,6 +53,23 @@ def test_hides_a_share_of_users_and_nothing_else(share):
     assert abs((token_ids[:, 0] == PADDING).mean() - share) < 0.05
     assert (token_ids[:, 1:] != PADDING).all()
     assert (DATA.token_ids != PADDING).all()  # the data itself stays whole
+
+
+def test_penalties_add_up_to_the_features_over_one_pass():
+    penalties = [3.0, 0.5, *[2.0] * (len(DATA.features) - 2)]
+    (batch,) = _batches(batch=90, steps=1, penalties=penalties)
+    total = np.zeros(DATA.vocab)
+    np.add.at(total, batch.token_ids, batch.penalties)
+    seen = np.bincount(DATA.token_ids[:90].ravel(), minlength=DATA.vocab) > 0
+    wanted = np.repeat(penalties, [feature.size for feature in DATA.features])
+    np.testing.assert_allclose(total, np.where(seen, wanted, 0), rtol=1e-5)
+
+
+def test_padding_has_no_penalty():
+    penalties = (3.0,) * len(DATA.features)
+    assert row_penalties(DATA, penalties)[PADDING] == 0
+    (batch,) = _batches(steps=1, hide_users=0.5, penalties=penalties)
+    assert ((batch.penalties == 0) == (batch.token_ids == PADDING)).all()
 
 
 def test_parts_are_padded_to_one_size():

@@ -8,6 +8,7 @@ import pytest
 from tools import click_model
 from tools.click_model import ClickInputs, ClickModelConfig
 from tools.clicks import PADDING, Column, make_click_data
+from tools.synthetic import SyntheticConfig, synthetic_clicks
 
 CONFIG = ClickModelConfig(
     slots=(1, 1, 3, 1), emb_width=4, levels=3, label_level=1, hidden=5, dropout=0.5
@@ -20,7 +21,7 @@ def _example(seed=0, batch=6):
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         lambda leaf: rng.standard_normal(leaf.shape, np.float32),
-        click_model.init_params(jax.random.key(seed), CONFIG),
+        click_model.init_params(jax.random.key(seed), CONFIG, np.zeros(CONFIG.levels, np.float32)),
     )
     token_ids = rng.integers(-1, 20, size=(batch, SLOTS)).astype(np.int32)
     token_ids[0] = PADDING
@@ -67,15 +68,18 @@ def test_scores_are_float32_whatever_the_tables_dtype(dtype):
     assert scores.shape == (len(token_ids),)
 
 
-def test_the_loss_is_the_log_loss_of_all_levels():
+def test_the_loss_is_the_log_loss_of_all_levels_and_the_penalties():
     config = ClickModelConfig(**{**vars(CONFIG), "dropout": 0.0})
     params, token_ids, rows, grades = _example()
-    inputs = ClickInputs(token_ids, grades, np.asarray(0, np.int32))
+    penalties = np.random.default_rng(1).random(token_ids.shape, np.float32)
+    inputs = ClickInputs(token_ids, grades, penalties, np.asarray(0, np.int32))
     loss = click_model.loss(params, jnp.asarray(rows), inputs, config)
     scores = np.asarray(click_model.scores(params, jnp.asarray(rows), token_ids, config))
     chance = 1 / (1 + np.exp(-(scores[:, None] + params.thresholds)))
     likelihood = np.where(grades > 0.5, chance, 1 - chance)
-    np.testing.assert_allclose(loss, -np.log(likelihood).sum() / len(scores), rtol=1e-5)
+    penalty = 0.5 * np.sum(penalties.ravel() * np.sum(rows**2, axis=1))
+    wanted = (penalty - np.log(likelihood).sum()) / len(scores)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     assert loss.shape == ()
 
 
@@ -84,7 +88,8 @@ def test_dropout_depends_on_seed_and_step_alone_and_keeps_the_mean():
 
     def loss(step, seed=0):
         config = ClickModelConfig(**{**vars(CONFIG), "seed": seed})
-        inputs = ClickInputs(token_ids, grades, np.asarray(step, np.int32))
+        no_penalties = np.zeros(token_ids.shape, np.float32)
+        inputs = ClickInputs(token_ids, grades, no_penalties, np.asarray(step, np.int32))
         return float(click_model.loss(params, jnp.asarray(rows), inputs, config))
 
     assert loss(1) == loss(1)
@@ -106,7 +111,9 @@ def test_dropout_depends_on_seed_and_step_alone_and_keeps_the_mean():
 
 
 def test_fresh_parameters_have_the_documented_shapes():
-    params = click_model.init_params(jax.random.key(0), CONFIG)
+    thresholds = np.arange(CONFIG.levels, dtype=np.float32)
+    params = click_model.init_params(jax.random.key(0), CONFIG, thresholds)
+    np.testing.assert_array_equal(params.thresholds, thresholds)
     assert jax.tree.map(jnp.shape, params) == click_model.ClickModelParams(
         bias_kernels=(2, 4),
         dot_weights=(6,),
@@ -116,6 +123,12 @@ def test_fresh_parameters_have_the_documented_shapes():
         thresholds=(3,),
     )
     assert {leaf.dtype for leaf in params} == {jnp.dtype("float32")}
+
+
+def test_thresholds_start_at_the_log_odds_of_the_training_part():
+    data = synthetic_clicks(SyntheticConfig(examples=1000, users=7, items=50))
+    chance = 1 / (1 + np.exp(-click_model.level_log_odds(data)))
+    np.testing.assert_allclose(chance, data.grades[:900].mean(axis=0), atol=0.01)
 
 
 def test_config_follows_the_data():

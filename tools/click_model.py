@@ -89,16 +89,34 @@ class ClickInputs(NamedTuple):
     Attributes:
       token_ids: PADDING where a slot is empty.  # shape=(batch, slots), dtype=jnp.int32
       grades: shape=(batch, levels), dtype=jnp.float32
+      penalties: weights of half the squared norm of each token's row in the loss.
+        # shape=(batch, slots), dtype=jnp.float32
       step: the batch's number, which decides what dropout leaves out.  # shape=(), dtype=jnp.int32
     """
 
     token_ids: jax.Array | np.ndarray
     grades: jax.Array | np.ndarray
+    penalties: jax.Array | np.ndarray
     step: jax.Array | np.ndarray
 
 
-def init_params(key: jax.Array, config: ClickModelConfig) -> ClickModelParams:
-    """Fresh parameters; the MLP starts small beside the biases."""
+def level_log_odds(data: ClickData) -> np.ndarray:
+    """Log-odds of each level in the training part, (levels,) float32; one more of each kind."""
+    reached = data.grades[: data.train_size].sum(axis=0, dtype=np.float64)
+    return np.log((reached + 1) / (data.train_size - reached + 1)).astype(np.float32)
+
+
+def init_params(
+    key: jax.Array, config: ClickModelConfig, thresholds: np.ndarray
+) -> ClickModelParams:
+    """Fresh parameters; the MLP starts small beside the biases.
+
+    Args:
+      key: of what is random.
+      config: the model's shape.
+      thresholds: (levels,), such as `level_log_odds`: from zeros, the rows would have to make up
+        for them, against their penalties.
+    """
     bias, hidden, output = jax.random.split(key, 3)
     width, pairs = config.emb_width, config.pairs
     return ClickModelParams(
@@ -108,7 +126,7 @@ def init_params(key: jax.Array, config: ClickModelConfig) -> ClickModelParams:
         * np.sqrt(2 / max(pairs, 1)),
         hidden_bias=jnp.zeros((config.hidden,)),
         output_kernel=jax.random.normal(output, (config.hidden,)) * (0.3 / np.sqrt(config.hidden)),
-        thresholds=jnp.zeros((config.levels,)),
+        thresholds=jnp.asarray(thresholds),
     )
 
 
@@ -168,12 +186,14 @@ def pool_slots(rows: jax.Array, token_ids: jax.Array, config: ClickModelConfig) 
 def loss(
     params: ClickModelParams, rows: jax.Array, inputs: ClickInputs, config: ClickModelConfig
 ) -> jax.Array:
-    """The log loss, summed over levels and averaged over examples: a float32 scalar."""
+    """The log loss, summed over levels, plus the rows' penalties; averaged over examples."""
     key = jax.random.fold_in(jax.random.key(config.seed), inputs.step)
     token_ids, grades = jnp.asarray(inputs.token_ids), jnp.asarray(inputs.grades)
     score = scores(params, rows, token_ids, config, dropout_key=key)
     log_odds = score[:, None] + params.thresholds[None, :]
-    return jnp.mean(jnp.sum(jnp.logaddexp(log_odds, 0) - grades * log_odds, axis=1))
+    log_losses = jnp.sum(jnp.logaddexp(log_odds, 0) - grades * log_odds, axis=1)
+    square_norms = jnp.sum(rows.astype(jnp.float32) ** 2, axis=1).reshape(token_ids.shape)
+    return jnp.mean(log_losses + 0.5 * jnp.sum(inputs.penalties * square_norms, axis=1))
 
 
 def click_log_odds(

@@ -77,6 +77,15 @@ _HIDE_USERS = flags.DEFINE_float(
     _DEFAULTS.hide_users,
     "Share of the examples that training shows without their user.",
 )
+_USER_PENALTY = flags.DEFINE_float(
+    "user_penalty", _DEFAULTS.user_penalty, "Ridge penalty of the users' rows.", lower_bound=0
+)
+_ITEM_PENALTY = flags.DEFINE_float(
+    "item_penalty", _DEFAULTS.item_penalty, "Ridge penalty of the items' rows.", lower_bound=0
+)
+_TRAIT_PENALTY = flags.DEFINE_float(
+    "trait_penalty", _DEFAULTS.trait_penalty, "Ridge penalty of all other rows.", lower_bound=0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of everything random.", lower_bound=0)
 _FOLD = flags.DEFINE_integer(
     "fold",
@@ -145,6 +154,9 @@ def train_config(mesh: tuple[int, ...]) -> TrainConfig:
         num_unique=_NUM_UNIQUE.value,
         dropout=_DROPOUT.value,
         hide_users=_HIDE_USERS.value,
+        user_penalty=_USER_PENALTY.value,
+        item_penalty=_ITEM_PENALTY.value,
+        trait_penalty=_TRAIT_PENALTY.value,
         seed=_SEED.value,
     )
 

@@ -40,16 +40,19 @@ class TrainConfig:
       dropout: share of the embeddings' entries that training leaves out.
       hide_users: share of the examples that training shows without their user; see
         `training_batches`.
+      user_penalty: of the users' rows; see `row_penalties`.
+      item_penalty: of the items' rows.
+      trait_penalty: of all other rows.
       seed: of everything random.
     """
 
     mesh: tuple[int, ...]
     staleness: int = 1
-    steps: int = 352
+    steps: int = 704
     batch: int = 1024
-    width: int = 64
+    width: int = 32
     dtype: str = "float32"
-    learning_rate: float = 0.1
+    learning_rate: float = 0.2
     dense_learning_rate: float = 0.005
     eps: float = 0.01
     half_life_steps: float | None = None
@@ -57,7 +60,10 @@ class TrainConfig:
     lazy_decay: bool = False
     num_unique: int | None = None
     dropout: float = 0.3
-    hide_users: float = 0.2
+    hide_users: float = 0.0
+    user_penalty: float = 100.0
+    item_penalty: float = 10.0
+    trait_penalty: float = 500.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,7 +73,8 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
-        for name in ("learning_rate", "dense_learning_rate"):
+        rates = ("learning_rate", "dense_learning_rate")
+        for name in (*rates, "user_penalty", "item_penalty", "trait_penalty"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative")
         for name in ("dropout", "hide_users"):
@@ -155,7 +162,8 @@ def make_trainer(data: ClickData, config: TrainConfig) -> Trainer:
     )
     table_key, dense_key = jax.random.split(jax.random.key(config.seed))
     table = click_model.init_table(table_key, data.vocab, config.width).astype(config.dtype)
-    state = pipeline.init(table, click_model.init_params(dense_key, model))
+    params = click_model.init_params(dense_key, model, click_model.level_log_odds(data))
+    state = pipeline.init(table, params)
     return Trainer(pipeline, state, model)
 
 
@@ -180,6 +188,12 @@ def make_handle(data: ClickData, config: TrainConfig) -> xrex.AsyncEmbContextHan
         num_devices_per_node=jax.local_device_count(),
         out_of_range="zero",
     )
+
+
+def feature_penalties(data: ClickData, config: TrainConfig) -> tuple[float, ...]:
+    """One penalty a feature; the first two features are user and item."""
+    traits = (config.trait_penalty,) * (len(data.features) - 2)
+    return (config.user_penalty, config.item_penalty, *traits)
 
 
 def update_rule(config: TrainConfig, step: jax.Array) -> xrex.RowwiseAdagrad:
@@ -207,6 +221,7 @@ def train(
             steps=config.steps,
             seed=config.seed,
             hide_users=config.hide_users,
+            penalties=feature_penalties(data, config),
         )
     )
     handle = pipeline.config.handle
