@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tools.bench_step import zipf_ids
+from tools.synthetic import zipf_ids
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -34,7 +34,7 @@ def test_prints_its_ratios(staleness: int) -> None:
 
 
 def test_zipf_ids_follow_the_law() -> None:
-    ids = zipf_ids(1000, 100_000, 1.2)
+    ids = zipf_ids(np.random.default_rng(0), 100_000, 1000, 1.2)
     assert ids.min() >= 0
     assert ids.max() < 1000
     counts = np.sort(np.bincount(ids, minlength=1000))[::-1]

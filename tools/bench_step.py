@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import xrex
 from tools.experiment import choose_mesh
+from tools.synthetic import zipf_ids
 
 _DEVICES = flags.DEFINE_integer("devices", 8, "Devices; simulated where there is no GPU.")
 _VOCAB = flags.DEFINE_integer("vocab", 1_000_000, "Rows of the table.")
@@ -36,14 +37,6 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the 
 _REPEATS = flags.DEFINE_integer("repeats", 9, "Steps timed of each kind.", lower_bound=1)
 
 Step = Callable[[], Any]
-
-
-def zipf_ids(vocab: int, tokens: int, exponent: float, seed: int = 0) -> np.ndarray:
-    """Ids with a Zipf distribution over the whole vocabulary, the frequent ones spread over it."""
-    rng = np.random.default_rng(seed)
-    weights = np.arange(1, vocab + 1, dtype=np.float64) ** -exponent
-    ranks = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random(tokens))
-    return rng.permutation(vocab)[np.minimum(ranks, vocab - 1)].astype(np.int32)
 
 
 def loss(params: jax.Array, rows: jax.Array, targets: jax.Array) -> jax.Array:
@@ -160,7 +153,10 @@ def main(argv: list[str]) -> None:
     (count,) = choose_mesh(None, _DEVICES.value)
     mesh = Mesh(np.array(jax.devices()[:count]), ("shard",))
     small, large = _VOCAB.value, _VOCAB.value * _FACTOR.value
-    ids, large_ids = (zipf_ids(vocab, _TOKENS.value, _ZIPF.value) for vocab in (small, large))
+    ids, large_ids = (
+        zipf_ids(np.random.default_rng(0), _TOKENS.value, vocab, _ZIPF.value).astype(np.int32)
+        for vocab in (small, large)
+    )
     plain, ours = f"plain JAX, {small:,} rows", f"xrex, {small:,} rows"
     larger, equal = f"xrex, {large:,} rows", "xrex, all ids equal"
     print(

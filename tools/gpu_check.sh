@@ -16,6 +16,11 @@ mkdir -p "$(dirname "$result")"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 export JAX_PLATFORMS=cuda,cpu
 
+"$python" -c 'import jax; jax.devices("cuda")' 2>/dev/null || {
+  echo "gpu_check: $python has no JAX that sees an NVIDIA GPU: install jax[cuda13] or set XREX_PYTHON" >&2
+  exit 1
+}
+
 tests=passed
 timeout 180 "$python" -m pytest -q -m requires_gpu tests/kernels_gpu_test.py || tests="failed ($?)"
 timeout 270 "$python" -m tools.gpu_check --tests="$tests" --out="$result"

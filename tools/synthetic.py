@@ -48,8 +48,8 @@ def synthetic_clicks(config: SyntheticConfig) -> ClickData:
     rare. The vocabulary keeps users and items that are never drawn: its size is the config's.
     """
     rng = np.random.default_rng(config.seed)
-    users = _zipf(rng, config.examples, config.users, config.zipf)
-    items = _zipf(rng, config.examples, config.items, config.zipf)
+    users = zipf_ids(rng, config.examples, config.users, config.zipf)
+    items = zipf_ids(rng, config.examples, config.items, config.zipf)
     category_of = rng.integers(config.categories, size=config.items)
 
     width = config.taste_width
@@ -82,7 +82,7 @@ def synthetic_clicks(config: SyntheticConfig) -> ClickData:
     return data
 
 
-def _zipf(rng: np.random.Generator, draws: int, size: int, exponent: float) -> np.ndarray:
+def zipf_ids(rng: np.random.Generator, draws: int, size: int, exponent: float) -> np.ndarray:
     """Draws numbers below `size`, the k-th most frequent with odds of k**-exponent."""
     cumulative = np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
     ranks = np.searchsorted(cumulative, rng.random(draws) * cumulative[-1], side="right")
