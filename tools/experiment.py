@@ -114,7 +114,7 @@ def run(experiment: Experiment, console: Console) -> dict[str, Any]:
     }
     console.print(report.summary_table(metrics))
     plot = report.write_plot(out, [step.loss for step in steps], labels, scores)
-    console.print(f"wrote {report.write_metrics(out, metrics)} and {plot}")
+    console.print(f"wrote {report.write_metrics(out, metrics)} and {plot}", soft_wrap=True)
     return metrics
 
 
@@ -169,7 +169,7 @@ def describe(console: Console, data: ClickData, handle: xrex.AsyncEmbContextHand
     """Says what is about to be trained on what."""
     test = len(data.labels) - data.train_size
     console.print(f"{data.name}: {data.train_size:,} examples to train on, {test:,} to test")
-    console.print(f"table: {data.vocab:,} rows; {handle.describe()}", markup=False)
+    console.print(f"table: {data.vocab:,} rows; {handle.describe()}", markup=False, soft_wrap=True)
 
 
 def final_loss(steps: list[StepReport]) -> float:
