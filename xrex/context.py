@@ -18,6 +18,7 @@ from xrex.layout import (
     axis_tuple,
     communicators,
     first_violation,
+    make_layout,
 )
 
 OutOfRange = Literal["zero", "clip", "raise"]
@@ -169,14 +170,10 @@ def make_context_handle(
       TypeError: `mesh` is no mesh, or an axis is not named by a string.
       NotImplementedError: the implementation asked for cannot run on the mesh's devices.
     """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"async_emb mesh must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}"
-        )
-    layout = Layout(
-        mesh=mesh,
-        table_axis=axis_tuple(table_axis, "table_axis"),
-        data_axis=axis_tuple(data_axis, "data_axis"),
+    layout = make_layout(
+        mesh,
+        table_axis,
+        data_axis=data_axis,
         tokens_per_batch=tokens_per_batch,
         emb_width=emb_width,
         num_unique=num_unique,

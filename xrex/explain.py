@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from xrex import layout as layout_rules
 from xrex.context import AsyncEmbContextHandle, make_context_handle
-from xrex.layout import AnyMesh, AxisNames, Layout, Rule, axis_tuple
+from xrex.layout import AnyMesh, AxisNames, Layout, Rule, make_layout
 from xrex.plan import Plan, plan_layout
 from xrex.rules.base import UpdateRule
 
@@ -123,14 +123,10 @@ def explain_layout(
       ValueError: `vocab` is not a size that tables may have, or `reserved_bytes` is negative.
       TypeError: `mesh` is no mesh, an axis is not named by a string, or tables have no such dtype.
     """
-    if not isinstance(mesh, AnyMesh):
-        raise TypeError(
-            f"async_emb mesh must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}"
-        )
-    layout = Layout(
-        mesh=mesh,
-        table_axis=axis_tuple(table_axis, "table_axis"),
-        data_axis=axis_tuple(data_axis, "data_axis"),
+    layout = make_layout(
+        mesh,
+        table_axis,
+        data_axis=data_axis,
         tokens_per_batch=tokens_per_batch,
         emb_width=emb_width,
         num_unique=num_unique,

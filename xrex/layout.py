@@ -67,6 +67,36 @@ class Rule:
     remedies: Callable[[Layout], Iterator[Layout]]
 
 
+def make_layout(
+    mesh: AnyMesh,
+    table_axis: AxisNames,
+    *,
+    data_axis: AxisNames,
+    tokens_per_batch: int,
+    emb_width: int,
+    num_unique: int,
+    num_devices_per_node: int,
+) -> Layout:
+    """The layout with its axes as tuples; no rule is checked.
+
+    Raises:
+      TypeError: `mesh` is no mesh, or an axis is not named by a string.
+    """
+    if not isinstance(mesh, AnyMesh):
+        raise TypeError(
+            f"async_emb mesh must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}"
+        )
+    return Layout(
+        mesh=mesh,
+        table_axis=axis_tuple(table_axis, "table_axis"),
+        data_axis=axis_tuple(data_axis, "data_axis"),
+        tokens_per_batch=tokens_per_batch,
+        emb_width=emb_width,
+        num_unique=num_unique,
+        num_devices_per_node=num_devices_per_node,
+    )
+
+
 def axis_tuple(axis: AxisNames, name: str) -> tuple[str, ...]:
     """A tuple of axis names; a bare string means that one axis.
 
