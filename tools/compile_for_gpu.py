@@ -9,8 +9,9 @@ arguments`, where the mesh has one axis, "x", over all GPUs, and the arguments a
 `jax.ShapeDtypeStruct`s with shardings; `function` may be jitted already, with donated arguments.
 
 Printed for each program: memory a device, which outputs reuse donated buffers, the collectives, the
-Mosaic GPU kernels and, from ptxas, registers, shared memory and spills. Nothing is measured: there
-is no GPU. Needs what `bash tools/setup_env.sh --aot` installs.
+Mosaic GPU kernels and, from ptxas, registers, shared memory and spills; of a program with
+collectives, its exposed communication, by a model (tools/exposed_communication.py). Nothing is
+measured: there is no GPU. Needs what `bash tools/setup_env.sh --aot` installs.
 """
 
 import contextlib
@@ -28,6 +29,8 @@ from jax.sharding import Mesh
 
 from tools import compiled_program, gpu_topology
 from tools.compiled_program import Report, Usage
+from tools.exposed_communication import Exposure, exposed_communication
+from tools.gpu_topology import GpuTarget
 
 _GPU = flags.DEFINE_enum("gpu", "h100", sorted(gpu_topology.TARGETS), "the model to compile for")
 _GPUS = flags.DEFINE_integer("gpus", 8, "GPUs a host", lower_bound=1)
@@ -94,6 +97,38 @@ def describe(report: Report, usages: Sequence[Usage]) -> str:
     return "\n".join(lines)
 
 
+def describe_exposed(exposures: Sequence[Exposure], target: GpuTarget) -> str:
+    """What a program's collectives expose, by which peaks, and a line for each that does."""
+    exposed = sum(exposure.exposed_seconds for exposure in exposures)
+    wire = sum(exposure.wire_seconds for exposure in exposures)
+    lines = [
+        f"  exposed communication: {1e6 * exposed:.2f} of {1e6 * wire:.2f} us on the wire, by a "
+        f"model: links of {target.link_bandwidth / 1e9:,.0f} GB/s each way (between hosts, too), "
+        f"memory of {target.memory_bandwidth / 1e9:,.0f} GB/s, dots at "
+        f"{target.bf16_flops / 1e12:,.0f} TFLOP/s, no latencies"
+    ]
+    lines += [_describe_exposure(exposure) for exposure in exposures if exposure.exposed_seconds]
+    return "\n".join(lines)
+
+
+def _describe_exposure(exposure: Exposure) -> str:
+    collective = exposure.collective
+    longest = sorted(exposure.beside, key=lambda beside: -beside.seconds)[:3]
+    beside = [f"{beside.name} ({1e6 * beside.seconds:.2f} us)" for beside in longest]
+    if len(exposure.beside) > len(longest):
+        beside.append(f"{len(exposure.beside) - len(longest)} shorter")
+    return (
+        f"    {1e6 * exposure.exposed_seconds:.2f} of {1e6 * exposure.wire_seconds:.2f} us: "
+        f"{collective.name}, {collective.wire_bytes:,} bytes, "
+        + (
+            f"beside {', '.join(beside) or 'nothing'}"
+            if collective.is_asynchronous
+            else "synchronous"
+        )
+        + (f"; {collective.operation}" if collective.operation else "")
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Compiles what the command line names; returns the exit status."""
     if len(argv) != 2 or (argv[1] not in ("kernels", "step") and ":" not in argv[1]):
@@ -120,7 +155,10 @@ def main(argv: Sequence[str]) -> int:
             compiled = lowered.compile()
             seconds = time.perf_counter() - started
         print(f"{name}: compiled in {seconds:.1f} s")
-        print(describe(compiled_program.read(compiled), usages), flush=True)
+        report = compiled_program.read(compiled)
+        print(describe(report, usages), flush=True)
+        if report.collectives:
+            print(describe_exposed(exposed_communication(report.module, target), target))
         if _HLO.value is not None:
             file = Path(_HLO.value, name.replace(" ", "_").replace(":", "_") + ".hlo")
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """Reads a compiled GPU program: memory, aliasing, collectives, kernels and ptxas' reports."""
 
 import contextlib
-import math
 import os
 import re
 import shutil
@@ -10,27 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
-_SHAPE = re.compile(r"\b(pred|bf16|[sufc]\d+)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\((.*)$")
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
-
-
-class Instruction(NamedTuple):
-    """One line of an HLO module."""
-
-    name: str
-    opcode: str
-    bytes: int  # of its result, all parts of a tuple together
-    text: str
+from tools import hlo_text
+from tools.collectives import Collective, find_collectives
+from tools.hlo_text import Instruction, Module
 
 
 class Memory(NamedTuple):
@@ -42,19 +23,11 @@ class Memory(NamedTuple):
     temporary: int
 
 
-class Collective(NamedTuple):
-    """A collective; asynchronous where a start and a done enclose other instructions."""
-
-    name: str
-    kind: str
-    is_asynchronous: bool
-
-
 class Kernel(NamedTuple):
     """A Mosaic GPU kernel's call."""
 
     name: str
-    operands: str
+    operands: tuple[str, ...]
 
 
 class Report(NamedTuple):
@@ -64,13 +37,13 @@ class Report(NamedTuple):
     aliases: str
     collectives: tuple[Collective, ...]
     kernels: tuple[Kernel, ...]
-    instructions: tuple[Instruction, ...]
+    module: Module
 
     def copies(self, at_least: int) -> tuple[Instruction, ...]:
         """Instructions that copy a buffer of at least that many bytes."""
         return tuple(
             instruction
-            for instruction in self.instructions
+            for instruction in self.module.instructions()
             if instruction.opcode in ("copy", "copy-start") and instruction.bytes >= at_least
         )
 
@@ -88,7 +61,7 @@ def read(compiled: Any) -> Report:
     """Reads a `jax.stages.Compiled`."""
     text = compiled.as_text()
     memory = compiled.memory_analysis()
-    instructions = tuple(_instructions(text))
+    module = hlo_text.parse(text)
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", text)
     return Report(
         memory=Memory(
@@ -98,51 +71,19 @@ def read(compiled: Any) -> Report:
             temporary=memory.temp_size_in_bytes,
         ),
         aliases=aliases.group(1).strip() if aliases else "",
-        collectives=tuple(_collectives(instructions)),
+        collectives=tuple(find_collectives(module)),
         kernels=tuple(
-            Kernel(_kernel_name(instruction), instruction.text.split(")")[0].split("(", 1)[1])
-            for instruction in instructions
+            Kernel(_kernel_name(instruction), instruction.operands)
+            for instruction in module.instructions()
             if "mosaic_gpu" in instruction.text and instruction.opcode == "custom-call"
         ),
-        instructions=instructions,
+        module=module,
     )
-
-
-def _instructions(text: str) -> Iterator[Instruction]:
-    for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match:
-            name, shape, opcode, _ = match.groups()
-            yield Instruction(name, opcode, _shape_bytes(shape), line.strip())
-
-
-def _shape_bytes(shape: str) -> int:
-    total = 0
-    for dtype, dimensions in _SHAPE.findall(shape):
-        bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype[1:].split("e")[0]))
-        total += bits // 8 * math.prod(int(d) for d in dimensions.split(",") if d)
-    return total
-
-
-def _collectives(instructions: tuple[Instruction, ...]) -> Iterator[Collective]:
-    """One entry a collective: starts, and those without a start."""
-    wrapped: set[str] = set()
-    for instruction in instructions:
-        kind = instruction.opcode.removesuffix("-start")
-        if kind == "async":
-            inner = re.search(r"calls=%?([\w.\-]+)", instruction.text)
-            kind = next((k for k in _COLLECTIVES if inner and k in inner.group(1)), kind)
-            wrapped.add(kind)
-        if kind in _COLLECTIVES:
-            is_start = instruction.opcode.endswith("-start")
-            if is_start or kind not in wrapped:
-                yield Collective(instruction.name, kind, is_start)
 
 
 def _kernel_name(instruction: Instruction) -> str:
     """The last part of the operation's path before the primitive: the kernel's own name."""
-    path = re.search(r'op_name="([^"]*)"', instruction.text)
-    parts = path.group(1).split("/") if path else []
+    parts = instruction.operation.split("/")
     known = [part for part in parts if part in ("gather_rows", "segment_sum", "update_rows")]
     return known[-1] if known else instruction.name
 
