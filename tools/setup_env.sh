@@ -20,15 +20,33 @@ fail() {
   exit 1
 }
 
-# Installs a requirements file unless the venv's stamp says that it is there, as it stands now.
+# Says what the environment lacks of a requirements file; fails if it lacks anything.
+probe() { "$venv/bin/python" -I tools/bazel/probe_python.py --pinned="$1" 2>&1 >/dev/null; }
+
+# Installs a requirements file unless what it pins is there, whatever happened to it since.
 install_pinned() {
-  local requirements="$1" stamp
-  stamp="$venv/$(basename "$requirements" .txt).stamp"
-  cmp -s "$requirements" "$stamp" && return 0
+  local requirements="$1" lacks
+  probe "$requirements" >/dev/null && return 0
   echo "setup_env: installing $requirements into $venv" >&2
+  "$venv/bin/python" -c 'import pip' 2>/dev/null ||
+    "$venv/bin/python" -m ensurepip >/dev/null ||
+    fail "$venv has no pip, and ensurepip cannot put it there: delete $venv, then run this again"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@:2}" -r "$requirements" ||
     fail "pip could not install $requirements (its message is above): check the network, then run this again"
-  cp "$requirements" "$stamp"
+  lacks="$(probe "$requirements")" ||
+    fail "pip installed $requirements, and yet $lacks Delete $venv, then run this again"
+  # A running Bazel looks at this file.
+  touch "$venv/pyvenv.cfg"
+}
+
+# A venv of another Python version, or one whose interpreter has gone, is built anew; nothing else.
+create_venv() {
+  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
+    fail "$venv is there, and is no virtual environment: set XREX_VENV to another folder"
+  fi
+  echo "setup_env: creating $venv with $("$base" --version)" >&2
+  "$base" -m venv --clear "$venv" ||
+    fail "'$base -m venv' failed (on Debian and Ubuntu: apt-get install python3-venv)"
 }
 
 install_bazel() {
@@ -82,13 +100,8 @@ command -v "$base" >/dev/null ||
 "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "$("$base" --version) is too old: xrex needs Python 3.11 or newer; set XREX_PYTHON to one"
 
-# A venv of another Python version, or one whose interpreter has gone, is built anew.
 version_of() { "$1" -c 'import sys; print(sys.version_info[:3])' 2>/dev/null || true; }
-if [ "$(version_of "$venv/bin/python")" != "$(version_of "$base")" ]; then
-  echo "setup_env: creating $venv with $("$base" --version)" >&2
-  "$base" -m venv --clear "$venv" ||
-    fail "'$base -m venv' failed (on Debian and Ubuntu: apt-get install python3-venv)"
-fi
+[ "$(version_of "$venv/bin/python")" = "$(version_of "$base")" ] || create_venv
 
 install_pinned requirements.txt
 if $want_aot; then

@@ -1,24 +1,98 @@
-"""Tells Bazel what an interpreter has. Run by python_environment.bzl, by any Python 3.
+"""Tells what an interpreter has installed, and what it lacks. Run by any Python from 3.8 on.
 
-    python -I probe_python.py DISTRIBUTION=MODULE...
+    python -I probe_python.py [--pinned=requirements.txt] [DISTRIBUTION...]
 
-Prints the Python version, then one line each for the missing distributions (exit status 3), or for
-every installed one (exit status 0).
+Prints the Python version and every installed distribution with its version, a line each. What is
+missing, of the named distributions and of those that the file pins, is told in one line to standard
+error; then the exit status is 3. Nothing is imported, and no network is used.
 """
 
+from __future__ import annotations
+
+import argparse
 import platform
+import re
 import sys
-from importlib import metadata, util
+from importlib import metadata
+from pathlib import Path
+
+OLDEST = (3, 11)
+MISSING = 3
+# More names than this would hide what the callers say next: the command that mends it.
+SHOWN = 8
+# The part of a requirements file's language that requirements.txt keeps to: an exact version, for
+# some Python versions. The `packaging` library may be among what is missing.
+PIN = re.compile(
+    r"""(?P<name>[\w.-]+)==(?P<version>[\w.+!-]+)
+    (\s*;\s*python_version\s*(?P<relation><|>=)\s*"(?P<python>\d+\.\d+)")?""",
+    re.VERBOSE,
+)
 
 
-def main(needed: list[str]) -> int:
+def pins(requirements: str) -> dict[str, str]:
+    """The versions that a requirements file asks for, of this Python.
+
+    Raises:
+      ValueError: a line that is neither a pin nor a comment.
+    """
+    wanted = {}
+    for line in requirements.splitlines():
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        pin = PIN.fullmatch(text)
+        if pin is None:
+            raise ValueError(
+                f'{text!r} is no pin of the form name==version; python_version < "3.12"'
+            )
+        if pin["relation"]:
+            boundary = tuple(int(part) for part in pin["python"].split("."))
+            if (sys.version_info[:2] >= boundary) != (pin["relation"] == ">="):
+                continue
+        wanted[pin["name"]] = pin["version"]
+    return wanted
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution, or None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def lacking(names: list[str], pinned: dict[str, str]) -> list[str]:
+    """What is missing, in words."""
+    missing = []
+    if sys.version_info < OLDEST:
+        missing.append("Python {}.{} or newer".format(*OLDEST))
+    missing += [name for name in names if installed_version(name) is None]
+    for name, version in pinned.items():
+        found = installed_version(name)
+        # A pin without a local version, such as +cuda, is met by one with it.
+        if found is None:
+            missing.append(f"{name}=={version}")
+        elif version not in (found, found.partition("+")[0]):
+            missing.append(f"{name}=={version} (has {found})")
+    return missing
+
+
+def main(arguments: list[str]) -> int:
     """Returns the exit status."""
-    pairs = [pair.split("=") for pair in needed]
-    missing = [name for name, module in pairs if util.find_spec(module) is None]
-    installed = {f"{found.metadata['Name']}=={found.version}" for found in metadata.distributions()}
-    print(f"Python {platform.python_version()}")
-    print(*(missing or sorted(installed)), sep="\n")
-    return 3 if missing else 0
+    parser = argparse.ArgumentParser(description="Tells what this interpreter has installed.")
+    parser.add_argument("--pinned", type=Path)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args(arguments)
+    found = {f"{each.metadata['Name']}=={each.version}" for each in metadata.distributions()}
+    python = f"Python {platform.python_version()}"
+    print(python, *sorted(found), sep="\n")
+    missing = lacking(options.names, pins(options.pinned.read_text()) if options.pinned else {})
+    if not missing:
+        return 0
+    more = [f"and {len(missing) - SHOWN} more"] if len(missing) > SHOWN else []
+    listed = ", ".join(missing[:SHOWN] + more)
+    print(f"{sys.executable} ({python}) lacks: {listed}.", file=sys.stderr)
+    return MISSING
 
 
 if __name__ == "__main__":

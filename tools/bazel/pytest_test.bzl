@@ -23,7 +23,7 @@ def pytest_test(name, srcs, deps = [], data = [], devices = 8, env = {}, **kwarg
         name = name,
         srcs = srcs + [_MAIN],
         args = ["$(rootpath %s)" % src for src in srcs],
-        data = data + srcs + ["//:pyproject.toml", "@xrex_python//:packages"],
+        data = data + srcs + ["//:pyproject.toml"],
         env = dict(
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=%d" % devices},
             **env

@@ -1,13 +1,35 @@
-"""A Python toolchain from an interpreter of this machine, with the packages installed for it."""
+"""A Python toolchain from an interpreter of this machine, with the packages installed for it.
+
+Finding the interpreter never fails. Whether it has what is needed is checked by an action that
+everything run by the toolchain depends on: an action's failure is one message, where a repository
+rule's would be three with a stack, and it is tried again by the next command.
+"""
 
 _BUILD = """\
 load("@rules_python//python:defs.bzl", "py_runtime", "py_runtime_pair")
 
 package(default_visibility = ["//visibility:public"])
 
+# Lists the installed distributions: what runs on the toolchain runs again when one changes.
+genrule(
+    name = "check",
+    srcs = [
+        "installed.txt",
+        "probe_python.py",
+        "requirements.txt",
+    ],
+    outs = ["packages.txt"],
+    cmd = "$(location check.sh) > $@",
+    # Without a sandbox, whose own message would follow.
+    local = True,
+    message = "Checking Python",
+    tools = ["check.sh"],
+)
+
 py_runtime(
     name = "runtime",
-    interpreter_path = "{interpreter}",
+    files = ["packages.txt"],
+    interpreter = "python",
     python_version = "PY3",
     stub_shebang = "#!{interpreter}",
 )
@@ -22,34 +44,32 @@ toolchain(
     toolchain = ":runtimes",
     toolchain_type = "@rules_python//python:toolchain_type",
 )
-
-# The installed distributions: what depends on this is run again when one of them changes.
-filegroup(
-    name = "packages",
-    srcs = ["packages.txt"],
-)
 """
 
-_SETUP = "bash tools/setup_env.sh"
+# An interpreter inside of the build may depend on the check's output; one at a path may not.
+_PYTHON = """\
+#!/bin/sh
+exec {interpreter} "$@"
+"""
 
-# What xrex imports: from a distribution's name to its module.
-_XREX_NEEDS = {
-    "absl-py": "absl",
-    "jax": "jax",
-    "jaxlib": "jaxlib",
-    "numpy": "numpy",
-}
+_CHECK = """\
+#!/bin/sh
+here=${{0%/*}}
+if command -v {interpreter} >/dev/null; then
+  # -I: the caller's PYTHONPATH and own site-packages are not there in a sandbox either.
+  {interpreter} -I "$here/probe_python.py" {needed} && exit
+else
+  echo 'xrex found no Python:' {interpreter} 'is not there.' >&2
+fi
+echo 'Run:' {mend} >&2
+exit 1
+"""
+
+# The distributions that xrex imports.
+_XREX_NEEDS = ["absl-py", "jax", "jaxlib", "numpy"]
 
 # What the tools and the suite import besides.
-_SUITE_NEEDS = {
-    "chex": "chex",
-    "hypothesis": "hypothesis",
-    "matplotlib": "matplotlib",
-    "optax": "optax",
-    "pytest": "pytest",
-    "rich": "rich",
-    "scipy": "scipy",
-}
+_SUITE_NEEDS = ["chex", "hypothesis", "matplotlib", "optax", "pytest", "rich", "scipy"]
 
 def _root(ctx):
     """The folder of the workspace that is being built."""
@@ -57,68 +77,92 @@ def _root(ctx):
         return ctx.workspace_root
     return ctx.path(Label("@//:WORKSPACE")).dirname
 
-def _watch(ctx, folder, names):
-    """Runs the rule again when one of the files changes."""
-    for name in names:
-        file = _root(ctx).get_child(folder).get_child(name)
-        if hasattr(ctx, "watch"):
-            ctx.watch(file)
-        elif file.exists:
-            # Asking for a file by its label makes Bazel watch it.
-            ctx.path(Label("@//:%s/%s" % (folder, name)))
+def _watch(ctx, file):
+    """Runs the rule again when the file changes or goes."""
+    prefix = str(_root(ctx)) + "/"
+    if hasattr(ctx, "watch"):
+        ctx.watch(file)
+    elif file.exists and str(file).startswith(prefix):
+        # Asking for a file by its label makes Bazel watch it; files elsewhere have none.
+        ctx.path(Label("@//:" + str(file)[len(prefix):]))
+
+def _watch_packages(ctx, venv):
+    """Runs the rule again when a package of the virtual environment changes or goes."""
+    lib = venv.get_child("lib")
+    for python in lib.readdir() if lib.exists else []:
+        packages = python.get_child("site-packages")
+        for folder in packages.readdir() if packages.exists else []:
+            if folder.basename.endswith(".dist-info"):
+                _watch(ctx, folder.get_child("METADATA"))
 
 def _find_interpreter(ctx):
-    """The virtual environment's interpreter, else $XREX_PYTHON, else python3 on PATH."""
+    """(interpreter, whether it is the virtual environment's).
+
+    That of $XREX_VENV, else of .venv where there is one, else $XREX_PYTHON, else python3 on PATH.
+    """
     environ = ctx.os.environ
-    folder = environ.get("XREX_VENV", ".venv")
-    venv = ctx.path(folder) if folder.startswith("/") else _root(ctx).get_child(folder)
+    folder = environ.get("XREX_VENV") or ".venv"
+    venv = ctx.path(folder if folder.startswith("/") else "%s/%s" % (_root(ctx), folder))
     in_venv = venv.get_child("bin").get_child("python")
     if in_venv.exists:
-        if not folder.startswith("/"):
-            # tools/setup_env.sh writes both.
-            _watch(ctx, folder, ["pyvenv.cfg", "requirements.stamp"])
-        return str(in_venv)
+        _watch(ctx, venv.get_child("pyvenv.cfg"))
+        _watch_packages(ctx, venv)
+    if in_venv.exists or environ.get("XREX_VENV"):
+        return in_venv, True
     wanted = environ.get("XREX_PYTHON") or "python3"
-    found = ctx.path(wanted) if wanted.startswith("/") else ctx.which(wanted)
-    if found == None or not found.exists:
-        fail("\n\nxrex found no Python: there is no %s, and no '%s' on PATH.\nRun: %s\n" % (
-            in_venv,
-            wanted,
-            _SETUP if ctx.attr.suite else "set XREX_PYTHON to an interpreter, 3.11 or newer",
-        ))
-    return str(found)
+    return ctx.path(wanted) if wanted.startswith("/") else ctx.which(wanted) or wanted, False
+
+def _quoted(text):
+    """A word of a shell's command line."""
+    return "'%s'" % str(text).replace("'", "'\\''")
+
+def _mend(ctx, interpreter):
+    """The command that makes an environment with all that is needed."""
+    if not ctx.attr.suite:
+        return "%s -m pip install %s  (or set XREX_PYTHON to another Python, 3.11 or newer)" % (
+            interpreter,
+            " ".join(_XREX_NEEDS),
+        )
+    venv = ctx.os.environ.get("XREX_VENV")
+    return ("XREX_VENV=%s " % venv if venv else "") + "bash tools/setup_env.sh"
+
+def _installed(ctx, interpreter):
+    """The interpreter's distributions: the check runs again when they have changed."""
+    if not ctx.path(interpreter).exists:
+        return ""
+    return ctx.execute([interpreter, "-I", ctx.path(ctx.attr._probe)]).stdout
 
 def _python_environment_impl(ctx):
-    needed = dict(_XREX_NEEDS, **(_SUITE_NEEDS if ctx.attr.suite else {}))
-    interpreter = _find_interpreter(ctx)
-
-    # -I: the caller's PYTHONPATH and own site-packages are not there in a sandbox either.
-    probe = [interpreter, "-I", ctx.path(ctx.attr._probe)]
-    result = ctx.execute(probe + ["%s=%s" % item for item in needed.items()])
-    if result.return_code == 3:
-        missing = result.stdout.split("\n")[1:]
-        fail("\n\n%s (%s) lacks: %s.\nRun: %s\n" % (
-            interpreter,
-            result.stdout.split("\n")[0],
-            ", ".join([name for name in missing if name]),
-            _SETUP if ctx.attr.suite else "%s -m pip install %s" % (
-                interpreter,
-                " ".join(missing).strip(),
-            ),
-        ))
-    if result.return_code != 0:
-        fail("\n\n%s does not run:\n%s\n" % (interpreter, result.stderr))
-    ctx.file("packages.txt", result.stdout)
+    interpreter, in_venv = _find_interpreter(ctx)
+    if ctx.attr.suite and in_venv:
+        # What tools/setup_env.sh installs; another interpreter may have other versions.
+        needed = "--pinned \"$here/requirements.txt\""
+    else:
+        needed = " ".join(_XREX_NEEDS + (_SUITE_NEEDS if ctx.attr.suite else []))
+    ctx.symlink(ctx.attr._probe, "probe_python.py")
+    ctx.symlink(ctx.attr._requirements, "requirements.txt")
+    ctx.file("installed.txt", _installed(ctx, interpreter))
+    ctx.file("python", _PYTHON.format(interpreter = _quoted(interpreter)), executable = True)
+    ctx.file("check.sh", executable = True, content = _CHECK.format(
+        interpreter = _quoted(interpreter),
+        mend = _quoted(_mend(ctx, interpreter)),
+        needed = needed,
+    ))
     ctx.file("BUILD", _BUILD.format(interpreter = interpreter))
 
 python_environment = repository_rule(
     implementation = _python_environment_impl,
     attrs = {
         "suite": attr.bool(doc = "Whether the interpreter must run xrex's tools and suite too."),
+        "watched": attr.label_list(
+            doc = "Files that need not be there yet: the rule runs again when one appears.",
+            allow_files = True,
+        ),
         "_probe": attr.label(default = "//tools/bazel:probe_python.py"),
+        "_requirements": attr.label(default = "//:requirements.txt"),
     },
     configure = True,
-    doc = "Finds an interpreter, checks what it has installed, and wraps it as a toolchain.",
+    doc = "Finds an interpreter, and wraps it as a toolchain that checks what it has installed.",
     environ = ["PATH", "XREX_PYTHON", "XREX_VENV"],
     local = True,
 )

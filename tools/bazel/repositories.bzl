@@ -22,4 +22,8 @@ def xrex_repositories(suite = False):
         if not native.existing_rule(name):
             stand_in(name = name)
     if not native.existing_rule("xrex_python"):
-        python_environment(name = "xrex_python", suite = suite)
+        python_environment(
+            name = "xrex_python",
+            suite = suite,
+            watched = ["@//:.venv/pyvenv.cfg"],
+        )
