@@ -19,7 +19,6 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from rich.console import Console
 
 import xrex
 from tools import layout_text, mesh_picture
+from tools.paths import from_caller
 from xrex.layout import axis_tuple
 
 ACCEPTED, REJECTED, USAGE = 0, 1, 2
@@ -251,7 +251,7 @@ def _write_png(drawn: mesh_picture.Picture | None, path: str | None) -> bool:
         print("check_mesh: there is no picture of such axes and sizes", file=sys.stderr)
         return True
     try:
-        mesh_picture.write_png(drawn, Path(path))
+        mesh_picture.write_png(drawn, from_caller(path))
     except (ImportError, OSError) as error:
         print(f"check_mesh: --png={path}: {error}", file=sys.stderr)
         return False

@@ -12,7 +12,6 @@ shrinks all sizes and leaves the kernels out, to see on a CPU that the program w
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from jax.sharding import Mesh
 
 import xrex
 from pallas_kernels import api
+from tools.paths import from_caller
 
 _OUT = flags.DEFINE_string("out", "out/gpu_check.json", "the JSON file to write")
 _TESTS = flags.DEFINE_string("tests", "not run", "how the tests went, for the file")
@@ -244,6 +244,7 @@ def main(argv: Sequence[str]) -> int:
     del argv
     started = time.perf_counter()
     sizes = SMALL if _SMALL.value else Sizes()
+    out = from_caller(_OUT.value)
     device = jax.devices()[0]
     kernels = ("xla",) if _SMALL.value else ("mosaic_gpu", "xla")
     report: dict[str, Any] = {
@@ -254,8 +255,8 @@ def main(argv: Sequence[str]) -> int:
 
     def save() -> None:
         report["seconds"] = time.perf_counter() - started
-        Path(_OUT.value).parent.mkdir(parents=True, exist_ok=True)
-        Path(_OUT.value).write_text(json.dumps(report, indent=1) + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
     report["training step"] = training_step(sizes, "auto")
     save()

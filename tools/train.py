@@ -6,7 +6,6 @@ Without a GPU it simulates eight devices on the CPU. `--help` lists all flags.
 """
 
 import sys
-from pathlib import Path
 
 from absl import app, flags, logging
 from rich.console import Console
@@ -15,6 +14,7 @@ from tools.clicks import DataError
 from tools.experiment import SIMULATED_DEVICES, Experiment, UsageError, choose_mesh, run
 from tools.metrics import VALIDATION_FOLDS
 from tools.movielens import default_cache
+from tools.paths import from_caller
 from tools.synthetic import SyntheticConfig
 from tools.training import TrainConfig
 
@@ -121,11 +121,12 @@ def main(arguments: list[str]) -> None:
 def experiment() -> Experiment:
     """The flags as settings."""
     mesh = choose_mesh(_MESH.value, _DEVICES.value)
+    data = _DATA.value
     try:
         return Experiment(
-            data=_DATA.value,
-            out=Path(_OUT.value),
-            cache=Path(_CACHE.value),
+            data=str(from_caller(data)) if data.endswith(".csv") else data,
+            out=from_caller(_OUT.value),
+            cache=from_caller(_CACHE.value),
             fold=_FOLD.value,
             train=train_config(mesh),
             synthetic=SyntheticConfig(
