@@ -23,8 +23,8 @@ py_binary(name = "program", srcs = ["program.py"], legacy_create_init = 0)
 
 py_test(name = "program_test", srcs = ["program.py"], main = "program.py", legacy_create_init = 0)
 """
-# Fails unless the profile arrives.
-PROGRAM = "import os\nassert os.environ['XREX_PROFILE'] == 'dev', os.environ\n"
+# Fails unless the profile is the one that its argument names.
+PROGRAM = "import os, sys\nassert [os.environ['XREX_PROFILE']] == sys.argv[1:], os.environ\n"
 PINS = probe_python.pins((ROOT / "requirements.txt").read_text())
 MEND = "Run: bash tools/setup_env.sh"
 
@@ -121,16 +121,18 @@ def test_the_environment_may_be_beside_the_workspace(bazel: Bazel) -> None:
 
 
 def test_the_profile_reaches_tests(bazel: Bazel) -> None:
-    def run(command: str, profile: str) -> subprocess.CompletedProcess[str]:
+    def run(command: str, profile: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {"XREX_PYTHON": sys.executable, "XREX_PROFILE": profile}
-        return bazel(command, "//programs:program_test", **environment)
+        return bazel(command, "//programs:program_test", *arguments, **environment)
 
-    assert run("test", "ci").returncode != 0
-    result = run("test", "dev")
+    assert run("test", "ci", "--test_arg=dev").returncode != 0
+    result = run("test", "dev", "--test_arg=dev")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "(cached) PASSED" in run("test", "dev").stdout
+    assert "(cached) PASSED" in run("test", "dev", "--test_arg=dev").stdout
     # Nothing that was analysed is thrown away by the next command.
-    assert "discarding analysis cache" not in run("build", "dev").stderr
+    assert "discarding analysis cache" not in run("build", "dev", "--test_arg=dev").stderr
+    result = run("test", "dev", "--config=thorough", "--test_arg=thorough")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
