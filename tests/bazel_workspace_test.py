@@ -108,6 +108,14 @@ def test_one_message_names_what_the_environment_lacks_until_it_is_mended(bazel: 
     assert build(bazel, XREX_PYTHON=sys.executable).returncode == 0
 
 
+def test_an_interpreter_that_does_not_run_is_named(bazel: Bazel, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    result = build(bazel, XREX_PYTHON=str(python))
+    assert f"\n{python} does not run as Python 3.11 or newer.\n{MEND}\n" in result.stderr
+
+
 def test_the_environment_may_be_beside_the_workspace(bazel: Bazel) -> None:
     beside = bazel.workspace.parent / "beside"
     missing = build(bazel, XREX_VENV="../beside")

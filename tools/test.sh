@@ -12,4 +12,4 @@ bin="${XREX_VENV:-.venv}/bin"
 "$bin/ruff" check --quiet .
 "$bin/ruff" format --quiet --check .
 "$bin/mypy"
-exec "$bin/python" -m pytest --numprocesses=2 --dist=worksteal -q "$@"
+exec "$bin/python" -m pytest --numprocesses=2 --dist=worksteal -q -rs "$@"

@@ -58,6 +58,8 @@ here=${{0%/*}}
 if command -v {interpreter} >/dev/null; then
   # -I: the caller's PYTHONPATH and own site-packages are not there in a sandbox either.
   {interpreter} -I "$here/probe_python.py" {needed} && exit
+  # The probe has named what is missing, unless it could not run.
+  [ $? = 3 ] || echo {interpreter} 'does not run as Python 3.11 or newer.' >&2
 else
   echo 'xrex found no Python:' {interpreter} 'is not there.' >&2
 fi
