@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import one_layout
+from tests import judge
 from tools import check_suite
 
 pytestmark = pytest.mark.property
@@ -34,12 +34,15 @@ def test_agreement_in_words(axes: str, words: list[str]) -> None:
 def test_a_disagreement_is_an_error_with_a_line_that_makes_it_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(one_layout.judge, "is_listed_exception", lambda _: False)
+    monkeypatch.setattr(judge, "is_listed_exception", lambda _: False)
     arguments = f"--mesh a=2,b=1 --table-axis a,b --data-axis a {COMMON}"
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert check_suite.main(arguments.split()) == 1
-    assert "They DISAGREE, on\nLayout(mesh=Mesh(" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "NO: accepted exactly when it trains correctly" in told
+    assert "They DISAGREE, on\nimport jax" in told
+    assert "\nLayout(mesh=Mesh(" in told
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, note
+from hypothesis import given
 from jax.sharding import AbstractMesh
 
 import xrex
 from tests import strategies
-from tests.judge import Accepted, Rejected, as_code, make_handle, validator_decision
+from tests.judge import Accepted, Rejected, make_handle, validator_decision
 from xrex.layout import Layout
 
 pytestmark = pytest.mark.property
@@ -24,7 +24,6 @@ def explain(layout: Layout, **changes: Any) -> xrex.LayoutReport:
 
 @given(strategies.layouts_of_any_sizes())
 def test_a_report_decides_as_the_validator_does(tally: Tally, layout: Layout) -> None:
-    note(as_code(layout))
     report, decision = explain(layout), validator_decision(layout)
     if isinstance(decision, Accepted):
         assert report.accepted
@@ -43,7 +42,6 @@ def test_a_report_decides_as_the_validator_does(tally: Tally, layout: Layout) ->
 
 @given(strategies.layouts_of_any_sizes())
 def test_every_suggested_change_is_accepted_and_none_is_idle(tally: Tally, layout: Layout) -> None:
-    note(as_code(layout))
     report = explain(layout)
     for broken in report.broken:
         assert broken.changes, broken

@@ -12,7 +12,7 @@ _COUNTS = pytest.StashKey[Counter[str]]()
 _KEY = "xrex_suite_counts"
 _COMMON: dict[str, Any] = {
     "deadline": None,
-    "database": None,
+    "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 # How many layouts validator and runtime are compared on.
@@ -20,19 +20,26 @@ _LAYOUTS = {"ci": 200, "dev": 50, "thorough": 10_000}
 
 
 def profile() -> str:
-    """The profile that XREX_PROFILE names: "ci" where it names none."""
-    return os.environ.get("XREX_PROFILE", "ci")
+    """The profile that XREX_PROFILE names: "ci" where it names none.
+
+    Raises:
+      pytest.UsageError: there is no profile of that name.
+    """
+    name = os.environ.get("XREX_PROFILE") or "ci"
+    if name not in _LAYOUTS:
+        raise pytest.UsageError(f"XREX_PROFILE={name!r} is not a profile; use one of {[*_LAYOUTS]}")
+    return name
 
 
 def load_profile() -> None:
     """Registers Hypothesis' profiles and loads the one to use.
 
-    ci: 200 examples a property, the same in every run. dev: a few, other ones each time.
-    thorough: many, other ones each time.
+    ci: 200 examples a property, the same in every run. dev: a few, other ones each time, and what
+    failed before again. thorough: many, other ones each time.
     """
-    settings.register_profile("ci", derandomize=True, max_examples=200, **_COMMON)
+    settings.register_profile("ci", derandomize=True, max_examples=200, database=None, **_COMMON)
     settings.register_profile("dev", max_examples=50, **_COMMON)
-    settings.register_profile("thorough", max_examples=1_000, print_blob=True, **_COMMON)
+    settings.register_profile("thorough", max_examples=1_000, database=None, **_COMMON)
     settings.load_profile(profile())
 
 
@@ -41,9 +48,9 @@ def examples(share: float = 1.0) -> int:
     return max(1, round(settings().max_examples * share))
 
 
-def layouts(share: float) -> int:
-    """How many layouts to compare validator and runtime on, of this share of the profile's."""
-    return max(1, round(_LAYOUTS[profile()] * share))
+def layouts(share: float, of: str | None = None) -> int:
+    """How many layouts to compare validator and runtime on: this share of a profile's."""
+    return max(1, round(_LAYOUTS[of or profile()] * share))
 
 
 @pytest.fixture(scope="session")

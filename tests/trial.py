@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 import xrex
 from tests import oracle
-from tests.assertions import assert_same_bits, assert_same_bits_on_every_device, assert_ulps
+from tests.assertions import assert_same_bits_on_every_device, assert_ulps
 from xrex import partition
 from xrex.layout import Layout
 
@@ -140,8 +140,8 @@ def check_steps(actual: list[Step], expected: list[Step], *, exact: bool) -> Non
       actual: of the runtime.
       expected: of the oracle.
       exact: whether bit for bit. Otherwise embeddings, untouched rows and counts still are, and
-        copies equal each other bit for bit; table, accumulator and norm are within one bfloat16 or
-        two float32 units in the last place.
+        copies equal each other bit for bit; the table is within one bfloat16 or two float32 units
+        in the last place, and so are accumulator and norm of tables that are not wide.
     """
     for number, (step, right) in enumerate(zip(actual, expected, strict=True)):
         leaves = jax.tree.leaves_with_path(step._asdict())
@@ -156,23 +156,28 @@ def check_steps(actual: list[Step], expected: list[Step], *, exact: bool) -> Non
                 assert_same_bits_on_every_device(leaf, wanted, what)
                 continue
             assert_same_bits_on_every_device(leaf, np.asarray(leaf), f"{what}: copies differ")
-            _assert_near(leaf, wanted, step.table.dtype, what)
+            _assert_near(leaf, wanted, step.table, what)
 
 
-def _assert_near(leaf: jax.Array, wanted: Any, table_dtype: Any, what: str) -> None:
+def _assert_near(leaf: jax.Array, wanted: Any, table: jax.Array, what: str) -> None:
     """Within one unit in the last place of bfloat16, or two of float32.
 
-    With a bfloat16 table, the accumulator and the norm come from sums rounded to bfloat16.
+    With a bfloat16 table, the accumulator and the norm come from sums rounded to bfloat16. With a
+    float32 one, they add the squares of a row's columns in another order than the oracle does, and
+    each of those additions rounds by half a unit at most, in either order: from 12 columns on,
+    a quarter of that bound is more than two units.
     """
-    if table_dtype == np.float32:
-        assert_ulps(leaf, wanted, np.float32, 2, what)
+    if table.dtype == np.float32:
+        columns = table.shape[1]
+        ulps = 2 if leaf.ndim == 2 else max(2, columns // 4)
+        assert_ulps(leaf, wanted, np.float32, ulps, what)
     else:
-        actual = np.asarray(leaf).astype(table_dtype)
-        assert_ulps(actual, np.asarray(wanted).astype(table_dtype), table_dtype, 1, what)
+        actual = np.asarray(leaf).astype(table.dtype)
+        assert_ulps(actual, np.asarray(wanted).astype(table.dtype), table.dtype, 1, what)
 
 
 def assert_same_values(actual: Any, expected: Any, what: str = "") -> None:
-    """Two pytrees of arrays, bit for bit; where they lie does not matter."""
+    """Every device's copy of one pytree equals another, bit for bit, wherever that one lies."""
     pairs = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
     for (path, leaf), wanted in pairs:
-        assert_same_bits(leaf, wanted, f"{what}{jax.tree_util.keystr(path)}")
+        assert_same_bits_on_every_device(leaf, wanted, f"{what}{jax.tree_util.keystr(path)}")

@@ -98,7 +98,7 @@ def check(request: Request) -> tuple[bool, str]:
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
-    from tests import one_layout
+    from tests import layout_report
     from xrex.layout import Layout
 
     names, sizes = zip(*request.axes, strict=True)
@@ -113,7 +113,7 @@ def check(request: Request) -> tuple[bool, str]:
         num_unique=request.num_unique,
         num_devices_per_node=request.num_devices,
     )
-    return one_layout.report(layout, request.examples)
+    return layout_report.report(layout, request.examples)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
