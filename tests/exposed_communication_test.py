@@ -357,13 +357,28 @@ def test_a_step_sends_what_is_planned(staleness):
         assert sum(c.wire_bytes for c in sent) == sum(p.bytes_sent for p in planned)
 
 
+def exchange_in(found, scope):
+    (exchange,) = (
+        exposure
+        for exposure in found
+        if exposure.collective.kind == "all-to-all" and scope in exposure.collective.operation
+    )
+    return exchange
+
+
 @compiles_for_gpus
 def test_deferred_gradients_travel_beside_the_forward_pass():
     _, found = compiled_step(1)
-    (gradients,) = (
-        exposure
-        for exposure in found
-        if exposure.collective.kind == "all-to-all"
-        and "xrex.update_start" in exposure.collective.operation
-    )
-    assert gradients.exposed_seconds == 0
+    assert exchange_in(found, "xrex.update_start").exposed_seconds == 0
+
+
+@compiles_for_gpus
+def test_the_next_rows_travel_beside_the_backward_pass():
+    _, found = compiled_step(1)
+    assert exchange_in(found, "xrex.dense_model").exposed_seconds == 0
+
+
+@compiles_for_gpus
+def test_overlap_leaves_a_tenth_of_the_exposed_communication():
+    now, ahead = (sum(e.exposed_seconds for e in compiled_step(n)[1]) for n in (0, 1))
+    assert ahead < now / 10

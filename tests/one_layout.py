@@ -35,9 +35,8 @@ DECAYING_RULES = (
     xrex.RowwiseAdagrad(learning_rate=0.0625, half_life_steps=3.0, weight_decay=0.125, lazy=True),
 )
 
-look_up = jax.jit(
-    lambda handle, ids, table: xrex.lookup_done(handle, xrex.lookup_start(handle, ids, table)),
-    static_argnums=0,
+look_up = trial.jit_by_handle(
+    lambda handle, ids, table: xrex.lookup_done(handle, xrex.lookup_start(handle, ids, table))
 )
 
 

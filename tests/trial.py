@@ -3,6 +3,7 @@
 The runtime is called with whatever handle it is given: nothing here knows what a legal layout is.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,21 +74,26 @@ def training_step(
     return Step(embeddings, table, state, xrex.update_done(handle, pin))
 
 
-jitted_step = jax.jit(training_step, static_argnums=0)
+def jit_by_handle(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit(function, static_argnums=0)` that forgets handles which were not used lately.
+
+    Programs are memory maps, of which Linux grants a process 65,530: some thousands of layouts
+    that are all remembered end in a crash of the compiler.
+    """
+
+    @functools.lru_cache(maxsize=64)
+    def jitted(handle: xrex.AsyncEmbContextHandle) -> Callable[..., Any]:
+        return jax.jit(functools.partial(function, handle), **options)
+
+    return lambda handle, *arguments: jitted(handle)(*arguments)
+
+
+jitted_step = jit_by_handle(training_step)
 # For results that are the same however they are compiled: in a third of the time.
 _QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):
     _QUICK["xla_cpu_use_fusion_emitters"] = False
-quick_step = jax.jit(training_step, static_argnums=0, compiler_options=_QUICK)
-
-
-def passing_step() -> Callable[..., Step]:
-    """A `quick_step` of its own for one handle: what it compiles goes when it goes."""
-
-    def step(*arguments: Any) -> Step:
-        return training_step(*arguments)
-
-    return jax.jit(step, static_argnums=0, compiler_options=_QUICK)
+quick_step = jit_by_handle(training_step, compiler_options=_QUICK)
 
 
 def run(

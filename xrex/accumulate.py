@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xrex import partition
+from xrex import overlap, partition
 from xrex.context import AsyncEmbContextHandle
 
 LossFunction = Callable[[Any, jax.Array, Any], jax.Array]
@@ -26,22 +26,42 @@ class Gradients(NamedTuple):
     rows: jax.Array
 
 
+class Exchange(NamedTuple):
+    """An exchange to be issued between the two passes.
+
+    Attributes:
+      ready: what it sends; any pytree
+      send: issues it; returns what arrives
+    """
+
+    ready: Any = ()
+    send: Callable[[Any], Any] = lambda nothing: nothing
+
+
+NO_EXCHANGE = Exchange()
+
+
 def loss_and_gradients(
-    loss_fn: LossFunction, params: Any, rows: jax.Array, inputs: Any, *, in_flight: Any = ()
+    loss_fn: LossFunction,
+    params: Any,
+    rows: jax.Array,
+    inputs: Any,
+    *,
+    beside: Exchange = NO_EXCHANGE,
 ) -> tuple[Gradients, Any]:
-    """Loss and gradients of one batch, with an exchange tied in between the two passes.
+    """Loss and gradients of one batch, with an exchange beside the backward pass.
 
     Args:
       loss_fn: `loss_fn(params, rows, inputs) -> ()`.
       params: the dense parameters.
       rows: (tokens_per_batch, emb_width).
       inputs: any pytree.
-      in_flight: arrays about to be exchanged. What is returned for them is not available before
-        the loss is known, and the backward pass does not begin before they are there: so their
-        exchange finds the whole backward pass to travel beside.
+      beside: what to exchange. It is not issued before the loss is known, the backward pass does
+        not begin before what it sends is there, and its last weight gradient waits for what
+        arrives: so the exchange finds the backward pass to travel beside.
 
     Returns:
-      The gradients, and `in_flight`.
+      The gradients, and what arrives.
 
     Raises:
       ValueError: the loss is not a scalar.
@@ -52,8 +72,9 @@ def loss_and_gradients(
             f"loss_fn must return a floating-point scalar, not {loss.dtype}{jnp.shape(loss)}"
         )
     cotangent = jnp.ones_like(loss)
-    _, cotangent, in_flight = jax.lax.optimization_barrier((loss, cotangent, in_flight))
-    return Gradients(loss, *backward(cotangent)), in_flight
+    _, cotangent, ready = jax.lax.optimization_barrier((loss, cotangent, beside.ready))
+    gradients, arrived = overlap.run_beside(backward, cotangent, beside.send(ready))
+    return Gradients(loss, *gradients), arrived
 
 
 def accumulated_gradients(
@@ -64,16 +85,15 @@ def accumulated_gradients(
     inputs: Any,
     *,
     steps: int,
-    in_flight: Any = (),
+    beside: Exchange = NO_EXCHANGE,
 ) -> tuple[Gradients, Any]:
     """`loss_and_gradients`, averaged over `steps` micro-batches.
 
     Each rank cuts its own tokens and its own part of each leaf of `inputs` into `steps` runs, so
-    nothing moves between ranks. The exchange of `in_flight` travels beside the last micro-batch's
-    backward pass.
+    nothing moves between ranks. The exchange travels beside the last micro-batch's backward pass.
     """
     if steps == 1:
-        return loss_and_gradients(loss_fn, params, rows, inputs, in_flight=in_flight)
+        return loss_and_gradients(loss_fn, params, rows, inputs, beside=beside)
     parts = _split(handle, (rows, inputs), steps)
 
     def accumulate(total: Any, part: Any) -> tuple[Any, jax.Array]:
@@ -81,8 +101,8 @@ def accumulated_gradients(
         total = jax.tree.map(jnp.add, total, (gradients.loss, gradients.dense))
         return total, gradients.rows
 
-    last, in_flight = loss_and_gradients(
-        loss_fn, params, *jax.tree.map(lambda x: x[-1], parts), in_flight=in_flight
+    last, arrived = loss_and_gradients(
+        loss_fn, params, *jax.tree.map(lambda x: x[-1], parts), beside=beside
     )
     total, row_gradients = jax.lax.scan(
         accumulate, (last.loss, last.dense), jax.tree.map(lambda x: x[:-1], parts)
@@ -91,7 +111,7 @@ def accumulated_gradients(
     loss, dense, row_gradients = jax.tree.map(
         lambda x: x / jnp.asarray(steps, x.dtype), (*total, row_gradients)
     )
-    return Gradients(loss, dense, _merge(handle, row_gradients)), in_flight
+    return Gradients(loss, dense, _merge(handle, row_gradients)), arrived
 
 
 def _split(handle: AsyncEmbContextHandle, tree: Any, steps: int) -> Any:

@@ -5,13 +5,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from xrex import exchange, partition
-from xrex.accumulate import Gradients, LossFunction, accumulated_gradients
+from xrex.accumulate import (
+    NO_EXCHANGE,
+    Exchange,
+    Gradients,
+    LossFunction,
+    accumulated_gradients,
+)
 from xrex.context import AsyncEmbContextHandle
 from xrex.lookup import exchange_rows, gather_for_exchange, lookup_done
 from xrex.pipeline_state import Batch, PipelineState, StartedLookup, StepMetrics
@@ -80,8 +87,9 @@ def step_ahead(
     tokens, rows = _arrived(config, state)
     state, result = flush(config, state)
     next_tokens, gathered = _begin_lookup(config, next_token_ids, state.table)
-    gradients, gathered = _gradients(config, state, rows, inputs, in_flight=gathered)
-    lookup = StartedLookup(next_tokens, exchange_rows(config.handle, gathered))
+    next_rows = Exchange(gathered, partial(exchange_rows, config.handle))
+    gradients, pin = _gradients(config, state, rows, inputs, next_rows)
+    lookup = StartedLookup(next_tokens, pin)
     state, update = _apply_dense(config, state, gradients, tokens)
     state = state._replace(current_lookup=lookup, previous_update=update)
     return state, _metrics(gradients, tokens, update, result)
@@ -153,8 +161,7 @@ def _gradients(
     state: PipelineState,
     rows: jax.Array,
     inputs: Any,
-    *,
-    in_flight: Any = (),
+    beside: Exchange = NO_EXCHANGE,
 ) -> tuple[Gradients, Any]:
     with jax.named_scope("xrex.dense_model"):
         return accumulated_gradients(
@@ -164,7 +171,7 @@ def _gradients(
             rows,
             inputs,
             steps=config.accumulation_steps,
-            in_flight=in_flight,
+            beside=beside,
         )
 
 
