@@ -107,6 +107,23 @@ def _launch_in_run_state(
     return tuple(state[: len(updated)]), tuple(state[len(state) - len(outputs) :])
 
 
+def keep_plain(refs: Sequence[Any], interpret: Interpreter) -> None:
+    """Keeps arrays in shared memory row by row, whatever layout inference would rather have.
+
+    Of an array that is read in tiles it may make one that is tiled and swizzled. Its rows are then
+    copied by tensor maps, which need addresses that are multiples of 128 bytes: rows are shorter.
+    """
+    if interpret is not None:
+        return
+    for ref in refs:
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def as_it_is(context: Any, ref: Any) -> None:
+            del context, ref
+
+        as_it_is(ref)
+
+
 def layout_cast(x: jax.Array, layout: mosaic_core.SomeLayout, interpret: Interpreter) -> jax.Array:
     """`plgpu.layout_cast`; nothing in the interpreter, which has no layouts."""
     return x if interpret is not None else plgpu.layout_cast(x, layout)

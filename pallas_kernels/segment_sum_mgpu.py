@@ -219,6 +219,7 @@ def _sum_chunk(
     tuning: SegmentSumTuning,
     interpret: compat.Interpreter,
 ) -> None:
+    compat.keep_plain((values_smem, running_smem, rounded_smem), interpret)
     num_segments = sums_gmem.shape[0]
     split = jax.lax.axis_index("split")
     columns = pl.ds(split * values_smem.shape[1], values_smem.shape[1])

@@ -192,6 +192,7 @@ def _update_block(
     (ids_smem,), old_smem, new_smem = take(1), take(t), take(t)
     operands_smem, scalars_smem = take(o), take(s)
     ids_ready, rows_ready, inputs_ready = take(3)
+    compat.keep_plain((*old_smem, *new_smem, *operands_smem), interpret)
 
     vocab = tables_gmem[0].shape[0]
     width = new_smem[0].shape[1]
