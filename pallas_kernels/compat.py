@@ -13,6 +13,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu import core as mosaic_core
 from jax._src.pallas.mosaic_gpu import lowering as mosaic_lowering
+from jax.experimental.mosaic.gpu import dialect_lowering
+
+from pallas_kernels.row_blocks import WARPS
 
 # JAX 0.10.2: a mutable Ref cannot be passed into `plgpu.kernel`, and the interpreter does not know
 # `layout_cast`.
@@ -107,6 +110,50 @@ def _launch_in_run_state(
     return tuple(state[: len(updated)]), tuple(state[len(state) - len(outputs) :])
 
 
+def keep_plain(refs: Sequence[Any], interpret: Interpreter) -> None:
+    """Keeps arrays in shared memory row by row, whatever layout inference would rather have.
+
+    Of an array that is read in tiles it may make one that is tiled and swizzled. Its rows are then
+    copied by tensor maps, which need addresses that are multiples of 128 bytes: rows are shorter.
+    """
+    if interpret is not None:
+        return
+    for ref in refs:
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def as_it_is(context: Any, ref: Any) -> None:
+            del context, ref
+
+        as_it_is(ref)
+
+
+def loop_by_warp(
+    count: int, interpret: Interpreter
+) -> Callable[[Callable[[jax.Array], None]], None]:
+    """`pl.loop(0, count)` in which each of a block's four warps takes every fourth turn.
+
+    All four run every turn of a `pl.loop`. Turns of this one must need nothing of each other: they
+    may start copies, arrive at barriers, read and write single values.
+
+    Args:
+      count: turns, a multiple of 4.
+      interpret: None to compile for a GPU.
+    """
+
+    def decorator(body: Callable[[jax.Array], None]) -> None:
+        if _OLD and interpret is not None:  # That interpreter knows no warps.
+            pl.loop(0, count)(body)
+            return
+
+        @plgpu.warp_map
+        def _(warp: jax.Array) -> None:
+            @pl.loop(0, count // WARPS)
+            def _(i: jax.Array) -> None:
+                body(i * WARPS + warp)
+
+    return decorator
+
+
 def layout_cast(x: jax.Array, layout: mosaic_core.SomeLayout, interpret: Interpreter) -> jax.Array:
     """`plgpu.layout_cast`; nothing in the interpreter, which has no layouts."""
     return x if interpret is not None else plgpu.layout_cast(x, layout)
@@ -157,6 +204,8 @@ def _teach_mosaic() -> None:
     ):
         if primitive not in rules:
             rules[primitive] = mosaic_lowering._lower_fun(function)
+    # Its rule for reading a value does for one warp as it is.
+    dialect_lowering._supported_warp_lowerings.add("memref.load")
 
 
 _teach_mosaic()

@@ -94,7 +94,8 @@ def update_rows(
 
     Bytes moved: u * (4 + 4 * scalars + operands' rows + 2 * tables' rows), rows of the tables in
     sectors of 32 bytes; an id that is skipped costs no row of a table. Bound: that over the memory
-    bandwidth, or what a core needs to issue two copies a row and table, whichever is longer.
+    bandwidth, or what a core needs to issue two copies a row and table, about 40 instructions of
+    one warp, whichever is longer.
 
     Raises:
       NotImplementedError: the rows of an argument are not a multiple of 16 bytes, or of another
@@ -192,6 +193,7 @@ def _update_block(
     (ids_smem,), old_smem, new_smem = take(1), take(t), take(t)
     operands_smem, scalars_smem = take(o), take(s)
     ids_ready, rows_ready, inputs_ready = take(3)
+    compat.keep_plain((*old_smem, *new_smem, *operands_smem), interpret)
 
     vocab = tables_gmem[0].shape[0]
     width = new_smem[0].shape[1]
@@ -203,25 +205,27 @@ def _update_block(
         row_blocks.copy_in(source.at[pl.ds(slot, tuning.rows)], destination, inputs_ready)
     for source, destination in zip(operands_gmem, operands_smem, strict=True):
         first = jnp.minimum(slot, source.shape[0] - tuning.rows)
-        _copy_operand(source, destination, inputs_ready, first, columns, tuning)
+        _copy_operand(source, destination, inputs_ready, first, columns, tuning, interpret)
     plgpu.barrier_wait(ids_ready)
 
-    @pl.loop(0, tuning.rows)
+    def inside(row: jax.Array) -> jax.Array:
+        return (row >= 0) & (row < vocab)
+
+    @compat.loop_by_warp(tuning.rows, interpret)
     def _(i: jax.Array) -> None:
         row = ids_smem[i]
-        inside = (row >= 0) & (row < vocab)
 
-        @pl.when(inside)
-        def _() -> None:
+        def read() -> None:
             for source, destination in zip(tables_gmem, old_smem, strict=True):
                 row_blocks.copy_in(
                     source.at[pl.ds(row, 1), columns], destination.at[pl.ds(i, 1)], rows_ready
                 )
 
-        @pl.when(jnp.logical_not(inside))
-        def _() -> None:
+        def skip() -> None:
             for _ in tables_gmem:
                 plgpu.barrier_arrive(rows_ready)
+
+        jax.lax.cond(inside(row), read, skip)
 
     if o + s:
         plgpu.barrier_wait(inputs_ready)
@@ -229,11 +233,11 @@ def _update_block(
     _apply(fn, old_smem, new_smem, operands_smem, scalars_smem, interpret)
     plgpu.commit_smem()
 
-    @pl.loop(0, tuning.rows)
+    @compat.loop_by_warp(tuning.rows, interpret)
     def _(i: jax.Array) -> None:
         row = ids_smem[i]
 
-        @pl.when((row >= 0) & (row < vocab))
+        @pl.when(inside(row))
         def _() -> None:
             for source, destination in zip(new_smem, tables_gmem, strict=True):
                 plgpu.copy_smem_to_gmem(
@@ -283,13 +287,19 @@ def _apply(
 
 
 def _copy_operand(
-    source: Any, destination: Any, barrier: Any, first: Any, columns: Any, tuning: UpdateTuning
+    source: Any,
+    destination: Any,
+    barrier: Any,
+    first: Any,
+    columns: Any,
+    tuning: UpdateTuning,
+    interpret: compat.Interpreter,
 ) -> None:
     if tuning.splits == 1:
         row_blocks.copy_in(source.at[pl.ds(first, tuning.rows)], destination, barrier)
         return
 
-    @pl.loop(0, tuning.rows)
+    @compat.loop_by_warp(tuning.rows, interpret)
     def _(i: jax.Array) -> None:
         row_blocks.copy_in(
             source.at[pl.ds(first + i, 1), columns], destination.at[pl.ds(i, 1)], barrier
