@@ -31,6 +31,21 @@ def test_agreement_in_words(axes: str, words: list[str]) -> None:
         assert word in text
 
 
+def test_a_batch_of_real_size() -> None:
+    line = "--mesh a=2 --table-axis a --data-axis a --tokens 4096 --width 16 --examples 2"
+    agree, text = check_suite.check(check_suite.parse(line.split()))
+    assert agree, text
+    assert "NO:" not in text
+
+
+def test_spaces_in_lists_are_no_part_of_names() -> None:
+    request = check_suite.parse(
+        ["--mesh", "a=2, b=1", "--table-axis", "a, b", "--data-axis", "b ,a"]
+    )
+    assert request.axes == (("a", 2), ("b", 1))
+    assert (request.table_axis, request.data_axis) == (("a", "b"), ("b", "a"))
+
+
 def test_a_disagreement_is_an_error_with_a_line_that_makes_it_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +66,7 @@ def test_a_disagreement_is_an_error_with_a_line_that_makes_it_again(
         ("--mesh a", "not of the form name=size"),
         ("--mesh a=0", "not of the form name=size"),
         ("--mesh a=65", "too many to simulate"),
+        ("--mesh a=2,a=2", "names axis 'a' twice"),
         ("--tokens -2", "not a positive integer"),
     ],
 )

@@ -1,5 +1,7 @@
 """Lookups on every layout, bit for bit, and what they refuse."""
 
+import functools
+import re
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xrex
@@ -42,6 +44,22 @@ def test_the_same_under_jit(case: layouts.LayoutCase) -> None:
         layouts.put(handle, ids, handle.data_axis), layouts.put_table(handle, table)
     )
     assert_same_bits_on_every_device(rows, oracle.lookup(table, ids), str(case))
+
+
+@pytest.mark.parametrize("table_axis", [("explicit", "auto"), ("auto", "explicit")])
+def test_axis_types_may_be_mixed(table_axis: tuple[str, ...]) -> None:
+    """With Explicit axes first nothing is moved but ids and rows; otherwise the table is, too."""
+    types = (AxisType.Auto, AxisType.Explicit)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("auto", "explicit"), axis_types=types)
+    sizes = {"tokens_per_batch": 16, "emb_width": 24, "num_unique": 16, "num_devices_per_node": 8}
+    handle = xrex.make_context_handle(mesh, table_axis, data_axis=table_axis, **sizes)
+    table, ids = layouts.random_table(1, BFLOAT16), layouts.random_ids(2, 16)
+    arguments = layouts.put(handle, ids, handle.data_axis), layouts.put_table(handle, table)
+    program = jax.jit(functools.partial(lookup, handle)).lower(*arguments).compile()
+    assert_same_bits_on_every_device(program(*arguments), oracle.lookup(table, ids))
+    sent = re.findall(r" (all-gather|all-to-all|collective-permute)\(", program.as_text())
+    moves_rows_and_ids_alone = sorted(sent) == ["all-gather", "all-to-all"]
+    assert moves_rows_and_ids_alone == (table_axis == ("explicit", "auto")), sent
 
 
 @pytest.mark.parametrize("case", layouts.FEW_LAYOUTS, ids=str)

@@ -34,9 +34,10 @@ pytestmark = pytest.mark.property
 
 Tally = Callable[[str], None]
 
-VOCAB = strategies.VOCAB
-WIDTH = 4
+VOCAB = 8
+WIDTH = 8
 TOKENS = 8
+BFLOAT16 = strategies.DTYPES[1]
 DENSE_RATE = 0.5
 TABLE_RULE = xrex.RowwiseAdagrad(learning_rate=1.0, eps=1e-30, lazy=True)
 
@@ -49,17 +50,21 @@ class Setup:
     table_axis: tuple[str, ...]
     axis_type: AxisType
     dtype: Any
-    staleness: int
     accumulation_steps: int
+    policy: oracle.IdPolicy
+    num_unique: int
+    staleness: int
 
 
-# A line; copies of the table on a permuted square; explicit axes. Each synchronous and overlapped.
+# A line; copies of the table on a permuted square, with room for three ids; explicit axes; eight
+# devices. Each synchronous and overlapped.
 SETUPS = tuple(
-    Setup(*layout, staleness, accumulation_steps)
-    for layout, accumulation_steps in (
-        (((2,), ("a",), AxisType.Auto, strategies.DTYPES[0]), 1),
-        (((2, 2), ("b",), AxisType.Auto, strategies.DTYPES[1]), 2),
-        (((2, 2), ("b", "a"), AxisType.Explicit, strategies.DTYPES[0]), 1),
+    Setup(*setup, staleness)
+    for setup in (
+        ((2,), ("a",), AxisType.Auto, np.dtype(np.float32), 1, oracle.ZERO, 8),
+        ((2, 2), ("b",), AxisType.Auto, BFLOAT16, 2, oracle.IdPolicy("clip"), 3),
+        ((2, 2), ("b", "a"), AxisType.Explicit, np.dtype(np.float32), 1, oracle.ZERO, 8),
+        ((4, 2), ("a", "b"), AxisType.Auto, BFLOAT16, 1, oracle.IdPolicy("zero", 3), 8),
     )
     for staleness in (0, 1)
 )
@@ -89,8 +94,10 @@ def pipeline_of(setup: Setup) -> xrex.Pipeline:
         data_axis=setup.table_axis[::-1],
         tokens_per_batch=TOKENS,
         emb_width=WIDTH,
-        num_unique=TOKENS,
+        num_unique=setup.num_unique,
         num_devices_per_node=8,
+        out_of_range=setup.policy.out_of_range,
+        padding_id=setup.policy.padding_id,
     )
     return xrex.make_pipeline(
         handle,
@@ -112,12 +119,11 @@ class Snapshot(NamedTuple):
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> xrex.Batch:
+def batches(draw: st.DrawFn, setup: Setup) -> xrex.Batch:
     """A batch; in some of them a gradient is not finite, of a row, of the model or of a padding."""
-    ids = draw(strategies.id_streams(TOKENS, 2))
+    ids = draw(strategies.id_streams(TOKENS, 2, VOCAB))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    trained = oracle.resolve(ids, VOCAB).trained
-    rows = trial.exact_gradients(rng, trained, WIDTH)
+    rows = trial.exact_gradients(rng, trained_rows(setup, ids), WIDTH)
     dense = rng.integers(-4, 5, (TOKENS, WIDTH)).astype(np.float32)
     bad = draw(st.sampled_from(["", "", "", "", "rows", "dense"]))
     value = draw(st.sampled_from([np.inf, -np.inf, np.nan]))
@@ -126,8 +132,15 @@ def batches(draw: st.DrawFn) -> xrex.Batch:
     return xrex.Batch(ids, Inputs(rows, dense))
 
 
-def is_finite(batch: xrex.Batch) -> bool:
-    trained = oracle.resolve(batch.token_ids, VOCAB).trained >= 0
+def trained_rows(setup: Setup, ids: np.ndarray) -> np.ndarray:
+    """The row that each token trains; -1 where it has none, or found no room."""
+    rows = oracle.resolve(ids, VOCAB, setup.policy).trained
+    segments = oracle.compress(ids, VOCAB, setup.num_unique, setup.policy).segment_ids
+    return np.where(segments >= 0, rows, -1)
+
+
+def is_finite(setup: Setup, batch: xrex.Batch) -> bool:
+    trained = trained_rows(setup, batch.token_ids) >= 0
     rows, dense = batch.inputs
     return bool(np.isfinite(rows[trained]).all() and np.isfinite(dense).all())
 
@@ -166,15 +179,18 @@ class PipelineMachine(RuleBasedStateMachine):
         self.held: xrex.Batch | None = None
 
     @precondition(lambda self: self.held is None)
-    @rule(batch=batches())
-    def start(self, batch: xrex.Batch) -> None:
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.hold(data.draw(batches(self.setup)))
+
+    def hold(self, batch: xrex.Batch) -> None:
         self.state = self.pipeline.start(self.state, batch)
         self.held = batch
 
     @precondition(lambda self: self.held is not None)
-    @rule(stream=st.lists(batches(), min_size=1, max_size=4))
-    def steps(self, stream: list[xrex.Batch]) -> None:
-        for batch in stream:
+    @rule(data=st.data())
+    def steps(self, data: st.DataObject) -> None:
+        for batch in data.draw(st.lists(batches(self.setup), min_size=1, max_size=4)):
             self.state, metrics = self.pipeline.step(self.state, batch)
             self.check_metrics(metrics)
             self.held = batch
@@ -206,15 +222,16 @@ class PipelineMachine(RuleBasedStateMachine):
         self.take_snapshot()
         self.restart_from_snapshot()
         if held is not None:
-            self.start(held)
+            self.hold(held)
         self.tally("pipeline restarts")
 
     def check_metrics(self, metrics: xrex.StepMetrics) -> None:
         assert self.held is not None
-        assert bool(metrics.skipped) == (not is_finite(self.held))
-        assert int(metrics.dropped) == 0
+        assert bool(metrics.skipped) == (not is_finite(self.setup, self.held))
+        room = oracle.compress(self.held.token_ids, VOCAB, self.setup.num_unique, self.setup.policy)
+        assert int(metrics.dropped) == room.dropped
         self.trained.append(self.held)
-        self.tally("pipeline steps" + ", cancelled" * (not is_finite(self.held)))
+        self.tally("pipeline steps" + ", cancelled" * (not is_finite(self.setup, self.held)))
 
     def check_state(self) -> None:
         """Compares with the oracle's run over all batches since the last restart."""
@@ -226,6 +243,8 @@ class PipelineMachine(RuleBasedStateMachine):
             self.dense_step,
             self.snapshot.w,
             staleness=self.setup.staleness + self.lag,
+            num_unique=self.setup.num_unique,
+            policy=self.setup.policy,
         )
         actual = (self.state.table, self.state.rule_state, self.state.dense_params["w"])
         wanted = (right.table, tuple(right.state), right.carry)
@@ -242,7 +261,7 @@ class PipelineMachine(RuleBasedStateMachine):
         batch, parts = self.trained[number], np.float32(self.setup.accumulation_steps)
         signs = np.where(embeddings >= 0, 1, -1).astype(np.float32)
         rows = (batch.inputs.rows * signs).astype(self.setup.dtype) / parts.astype(self.setup.dtype)
-        finite = is_finite(batch)
+        finite = is_finite(self.setup, batch)
         if finite:
             w = w - np.float32(DENSE_RATE) * (batch.inputs.dense.sum(axis=0) / parts)
         return oracle.Gradients(rows, w, pending=finite)

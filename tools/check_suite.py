@@ -3,9 +3,10 @@
     python -m tools.check_suite --mesh data=2,model=4 --table-axis model --data-axis model \
         --tokens 64 --width 32 --examples 20
 
-Makes a mesh of that shape of CPU devices, asks the validator, trains without its checks, and
-compares every device's copy with an oracle. A legal layout is then trained on random batches too.
-Exits with 0 where validator and runtime agree.
+Makes a mesh of that shape of CPU devices and asks the property suite about it: the validator's
+decision, its words, and what becomes of a lookup and two updates without its checks, on every
+device, against an oracle. A legal layout is then tried on random batches, also written down in
+other ways: other devices, names, orders of tokens, finer axes. Exits with 0 where all of it holds.
 """
 
 import argparse
@@ -39,13 +40,15 @@ class Request:
 
 def parse_axes(text: str) -> tuple[tuple[str, int], ...]:
     """`data=2,model=4` as names and sizes."""
-    axes = []
+    axes: dict[str, int] = {}
     for part in text.split(","):
-        name, _, size = part.partition("=")
+        name, _, size = (word.strip() for word in part.partition("="))
         if not name or not size.isdecimal() or int(size) < 1:
             raise argparse.ArgumentTypeError(f"{part!r} is not of the form name=size")
-        axes.append((name, int(size)))
-    return tuple(axes)
+        if name in axes:
+            raise argparse.ArgumentTypeError(f"{text!r} names axis {name!r} twice")
+        axes[name] = int(size)
+    return tuple(axes.items())
 
 
 def parse_size(text: str) -> int:
@@ -57,7 +60,7 @@ def parse_size(text: str) -> int:
 
 def parse_names(text: str) -> tuple[str, ...]:
     """`data,model` as a tuple; nothing as an empty one."""
-    return tuple(name for name in text.split(",") if name)
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse(arguments: Sequence[str] | None = None) -> Request:

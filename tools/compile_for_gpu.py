@@ -16,11 +16,11 @@ measured: there is no GPU. Needs what `bash tools/setup_env.sh --aot` installs.
 
 import contextlib
 import importlib
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from tools import compiled_program, gpu_topology
 from tools.compiled_program import Report, Usage
 from tools.exposed_communication import Exposure, exposed_communication
+from tools.paths import from_caller
 from tools.gpu_topology import GpuTarget
 
 _GPU = flags.DEFINE_enum("gpu", "h100", sorted(gpu_topology.TARGETS), "the model to compile for")
@@ -146,7 +147,9 @@ def main(argv: Sequence[str]) -> int:
     programs = lowered_programs(argv[1], mesh)
     while True:
         with contextlib.ExitStack() as stack:
-            usages = stack.enter_context(compiled_program.ptxas_usage(keep=_PTX.value))
+            usages = stack.enter_context(
+                compiled_program.ptxas_usage(keep=_PTX.value and from_caller(_PTX.value))
+            )
             started = time.perf_counter()
             named = next(programs, None)
             if named is None:
@@ -160,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
         if report.collectives:
             print(describe_exposed(exposed_communication(report.module, target), target))
         if _HLO.value is not None:
-            file = Path(_HLO.value, name.replace(" ", "_").replace(":", "_") + ".hlo")
+            file = from_caller(_HLO.value) / f"{re.sub('[ :]', '_', name)}.hlo"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(compiled.as_text() or "")
 

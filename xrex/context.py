@@ -145,7 +145,9 @@ def make_context_handle(
     "batch") is rejected: the copies would see different tokens and drift apart.
 
     Args:
-      mesh: `Mesh` (Auto or Explicit axes), or `AbstractMesh` when only planning.
+      mesh: `Mesh` (Auto or Explicit axes), or `AbstractMesh` when only planning. Where a tuple has
+        axes of both types, name the Explicit ones first, as JAX's types do: with another order JAX
+        moves the arrays, the table too, into its own and back in every call.
       table_axis: mesh axes over which the table's columns are sharded; a bare string is one axis.
         Devices that differ only along these form one communicator.
       data_axis: mesh axes over which tokens are sharded: those of `table_axis` in any order, and
