@@ -1,4 +1,4 @@
-"""Everything in which JAX 0.10.2, 0.11 and 0.12 differ for the kernels; nothing else may.
+"""What differs between JAX 0.10.2, 0.11 and 0.12 for the kernels, and what Mosaic has to be taught.
 
 The only module of the project that imports `jax._src`.
 """
@@ -139,6 +139,9 @@ def loop_by_warp(
       count: turns, a multiple of 4.
       interpret: None to compile for a GPU.
     """
+
+    if count % WARPS:
+        raise ValueError(f"a loop of {count} turns does not divide over {WARPS} warps")
 
     def decorator(body: Callable[[jax.Array], None]) -> None:
         if _OLD and interpret is not None:  # That interpreter knows no warps.

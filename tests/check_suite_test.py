@@ -22,6 +22,10 @@ COMMON = "--tokens 8 --width 8 --examples 3"
         ("--mesh a=2,b=1 --table-axis a,b --data-axis a", ["rejected on purpose"]),
         ("--mesh a=3 --table-axis a --data-axis a", ["tokens_per_batch=8 does not shard evenly"]),
         ("--mesh a=2 --table-axis z --data-axis a", ["'z' is not a mesh axis"]),
+        (
+            "--mesh a=2 --table-axis axis0 --data-axis axis0",
+            ["'axis0' is not a mesh axis", "fails: "],
+        ),
     ],
 )
 def test_agreement_in_words(axes: str, words: list[str]) -> None:

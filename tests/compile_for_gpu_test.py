@@ -38,11 +38,14 @@ def compiled(lowered):
     with tempfile.TemporaryDirectory() as folder:
         with compiled_program.ptxas_usage(keep=folder) as usages:
             program = lowered().compile()
+        assert len(list(Path(folder).glob("*.ptx"))) == len(usages)
         for file in Path(folder).glob("*.ptx"):
             assert "cp.async.bulk.tensor" not in file.read_text(), file.name
     for usage in usages:
         assert usage.spilled_bytes == 0, usage
-    return compiled_program.read(program), usages
+    report = compiled_program.read(program)
+    assert bool(usages) == bool(report.kernels)
+    return report, usages
 
 
 @pytest.mark.parametrize(

@@ -375,7 +375,7 @@ def test_deferred_gradients_travel_beside_the_forward_pass():
 @compiles_for_gpus
 def test_the_next_rows_travel_beside_the_backward_pass():
     _, found = compiled_step(1)
-    assert exchange_in(found, "xrex.dense_model").exposed_seconds == 0
+    assert exchange_in(found, "xrex.exchange_rows").exposed_seconds == 0
 
 
 @compiles_for_gpus

@@ -152,8 +152,8 @@ def _canonical(layout: Layout) -> Layout:
     return replace(
         layout,
         mesh=mesh,
-        table_axis=tuple(names.get(axis, axis) for axis in layout.table_axis),
-        data_axis=tuple(names.get(axis, axis) for axis in layout.data_axis),
+        table_axis=tuple(names.get(axis, f"unknown {axis}") for axis in layout.table_axis),
+        data_axis=tuple(names.get(axis, f"unknown {axis}") for axis in layout.data_axis),
         num_devices_per_node=1,
     )
 

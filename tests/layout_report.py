@@ -40,7 +40,8 @@ def report(layout: Layout, examples: int) -> tuple[bool, str]:
     """
     decision, verdict = judge.validator_decision(layout), judge.runtime_verdict(layout)
     lines = [f"The validator: {decision}.", f"The runtime, without the validator: {verdict}."]
-    if isinstance(decision, judge.Rejected) and isinstance(verdict, judge.Works):
+    agree = judge.disagreement(layout) is None
+    if agree and isinstance(decision, judge.Rejected) and isinstance(verdict, judge.Works):
         lines.append("It would work, but is rejected on purpose: see judge.is_listed_exception.")
     checks = [(name, check, 1) for name, check in OF_ANY_LAYOUT.items()]
     if isinstance(decision, judge.Accepted):

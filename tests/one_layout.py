@@ -125,7 +125,7 @@ def rebuilt(layout: Layout) -> Layout:
 def check_lookup(draw: Draw, layout: Layout) -> None:
     """A lookup is the table's rows bit for bit, on every device."""
     policy = draw(st.sampled_from(strategies.POLICIES))
-    ids = draw(strategies.id_streams(layout.tokens_per_batch, _ranks(layout)))
+    ids = draw(strategies.id_streams(layout.tokens_per_batch, layout.group_size))
     table = draw(strategies.tables_of_any_bits(layout.emb_width))
     rows = look_up(_handle(layout, policy), ids, table)
     right = oracle.lookup(table, ids, policy)
@@ -183,10 +183,6 @@ def check_random_updates(draw: Draw, layout: Layout, trials: int = 1) -> None:
         attempt = draw(strategies.random_trials(layout, policy=policy, dtypes=dtypes))
         steps = trial.run(handle, rule, attempt)
         trial.check_steps(steps, trial.expect(handle, rule, attempt, steps), exact=False)
-
-
-def _ranks(layout: Layout) -> int:
-    return strategies.product(layout.mesh, layout.table_axis)
 
 
 def _handle(layout: Layout, policy: oracle.IdPolicy) -> xrex.AsyncEmbContextHandle:

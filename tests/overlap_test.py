@@ -87,8 +87,7 @@ def test_nothing_waits_where_nothing_can_wait_alone() -> None:
     assert waiting(hidden) == ((False, False), False)
 
 
-def test_without_an_exchange_nothing_is_added() -> None:
-    loss, backward = jax.vjp(perceptron, WEIGHTS, ROWS)
-    gradients, arrived = overlap.run_beside(backward, jnp.ones_like(loss), ())
-    assert arrived == ()
-    jax.tree.map(assert_same_bits, gradients, jax.grad(perceptron, argnums=(0, 1))(WEIGHTS, ROWS))
+@pytest.mark.parametrize("arriving", [(), np.arange(3)])
+def test_a_barrier_is_there_where_an_exchange_is(arriving: Any) -> None:
+    program = str(jax.make_jaxpr(beside(perceptron))(WEIGHTS, ROWS, arriving))
+    assert ("optimization_barrier" in program) == (len(arriving) > 0)

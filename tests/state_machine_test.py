@@ -121,7 +121,7 @@ class Snapshot(NamedTuple):
 @st.composite
 def batches(draw: st.DrawFn, setup: Setup) -> xrex.Batch:
     """A batch; in some of them a gradient is not finite, of a row, of the model or of a padding."""
-    ids = draw(strategies.id_streams(TOKENS, 2, VOCAB))
+    ids = draw(strategies.id_streams(TOKENS, pipeline_of(setup).config.handle.group_size, VOCAB))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     rows = trial.exact_gradients(rng, trained_rows(setup, ids), WIDTH)
     dense = rng.integers(-4, 5, (TOKENS, WIDTH)).astype(np.float32)

@@ -38,8 +38,10 @@ def load_profile() -> None:
     failed before again. thorough: many, other ones each time.
     """
     settings.register_profile("ci", derandomize=True, max_examples=200, database=None, **_COMMON)
-    settings.register_profile("dev", max_examples=50, **_COMMON)
-    settings.register_profile("thorough", max_examples=1_000, database=None, **_COMMON)
+    # Said outright: where CI is set, Hypothesis' own default is to derandomize.
+    fresh = _COMMON | {"derandomize": False}
+    settings.register_profile("dev", max_examples=50, **fresh)
+    settings.register_profile("thorough", max_examples=1_000, database=None, **fresh)
     settings.load_profile(profile())
 
 

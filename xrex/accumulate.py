@@ -58,7 +58,7 @@ def loss_and_gradients(
       inputs: any pytree.
       beside: what to exchange. It is not issued before the loss is known, the backward pass does
         not begin before what it sends is there, and its last weight gradient waits for what
-        arrives: so the exchange finds the backward pass to travel beside.
+        arrives, if it can (see `xrex.overlap`): so the exchange travels beside the backward pass.
 
     Returns:
       The gradients, and what arrives.
@@ -104,9 +104,10 @@ def accumulated_gradients(
     last, arrived = loss_and_gradients(
         loss_fn, params, *jax.tree.map(lambda x: x[-1], parts), beside=beside
     )
-    total, row_gradients = jax.lax.scan(
-        accumulate, (last.loss, last.dense), jax.tree.map(lambda x: x[:-1], parts)
-    )
+    # Not from the last one's gradients: the others would wait for the exchange with them.
+    nothing = jax.tree.map(jnp.zeros_like, (last.loss, last.dense))
+    total, row_gradients = jax.lax.scan(accumulate, nothing, jax.tree.map(lambda x: x[:-1], parts))
+    total = jax.tree.map(jnp.add, total, (last.loss, last.dense))
     row_gradients = jnp.concatenate([row_gradients, last.rows[None]])
     loss, dense, row_gradients = jax.tree.map(
         lambda x: x / jnp.asarray(steps, x.dtype), (*total, row_gradients)

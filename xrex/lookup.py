@@ -134,7 +134,8 @@ def exchange_rows(handle: AsyncEmbContextHandle, rows: jax.Array) -> LookupPin:
         (partition.send_spec(handle),),
         spec,
     )
-    return LookupPin(exchanged(rows))
+    with jax.named_scope("xrex.exchange_rows"):
+        return LookupPin(exchanged(rows))
 
 
 def gated(x: jax.Array, gate: jax.Array | None) -> jax.Array:

@@ -19,8 +19,8 @@ def run_beside(backward: Callable[..., Any], cotangent: jax.Array, arriving: Any
 
     The last weight gradient waits for the exchange: more exactly, the last one that can wait
     without holding up anything else, which is the product of an activation, known since the forward
-    pass, and a gradient. Where there is none (all of it hidden in one `jax.jit`, say), nothing
-    waits.
+    pass, and a gradient. Where there is none, nothing waits: of a `lax.scan` over layers, or of a
+    loss within `jax.jit`, only the whole is seen, and the whole makes the rows' gradient too.
 
     Args:
       backward: what `jax.vjp` returned; its function's last argument is no weight.
@@ -56,7 +56,7 @@ def _last_for_weights_alone(program: Jaxpr, inputs: int, outputs: int) -> int | 
         for needed in (for_others, for_first):
             if not needed.isdisjoint(equation.outvars):
                 needed.update(variables)
-        first_use.update(dict.fromkeys(variables, number))
+                first_use.update(dict.fromkeys(variables, number))
     alone = for_first - for_others
     candidates = [
         (first_use[v], i)

@@ -5,7 +5,7 @@ With `staleness=0` a step is exact synchronous training. With `staleness=1`, in 
 1. the rows of batch k, asked for in step k - 1, arrive;
 2. the table update with the gradients of batch k - 1 runs beside the forward pass of batch k;
 3. the lookup of batch k + 1 is issued when the loss is known and the update is done, and its
-   exchange travels beside the backward pass.
+   exchange travels beside the backward pass (`xrex.overlap` says how, and of which models).
 
 So batch k is read from a table that holds the updates of batches up to k - 2. All that is in flight
 is in the state, so that the halves of an exchange cannot be mismatched.
