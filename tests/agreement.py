@@ -1,15 +1,13 @@
 """Compares validator and runtime on random layouts."""
 
-from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, seed, settings
 
 from tests import one_layout, strategies, suite_report
 from tests.judge import Rejected, Works, runtime_verdict, validator_decision
+from tests.suite_report import Tally
 from xrex.layout import Layout
-
-Tally = Callable[[str], None]
 
 # Legal layouts take the most trouble to get right, and those that owe nothing to the rules are the
 # only ones that could show a rule that is missing.

@@ -1,6 +1,5 @@
 """Reports and the validator cannot disagree, and what a report suggests is accepted."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +9,10 @@ from jax.sharding import AbstractMesh
 import xrex
 from tests import strategies
 from tests.judge import Accepted, Rejected, make_handle, validator_decision
+from tests.suite_report import Tally
 from xrex.layout import Layout
 
 pytestmark = pytest.mark.property
-
-Tally = Callable[[str], None]
 
 
 def explain(layout: Layout, **changes: Any) -> xrex.LayoutReport:

@@ -3,7 +3,7 @@
 By the layouts that profile ci compares validator and runtime on, and by no more of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,12 @@ import xrex
 from tests import judge, strategies
 from tests.agreement import compare
 from tests.expected_rejection import check_rejection
+from tests.suite_report import Tally
 from xrex import exchange
 from xrex import layout as layout_rules
 from xrex.layout import Layout
 
 pytestmark = pytest.mark.property
-
-Tally = Callable[[str], None]
 
 # The same in every run and profile, up to the first failure.
 SEARCH: dict[str, Any] = {

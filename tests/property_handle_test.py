@@ -1,6 +1,5 @@
 """Handles are values: equal exactly when their contents are, in dicts, pickles and under jit."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import xrex
 from tests import one_layout, strategies
 from tests.judge import abstract, make_handle
+from tests.suite_report import Tally
 from xrex.layout import Layout
 
 pytestmark = pytest.mark.property
-
-Tally = Callable[[str], None]
 
 
 @st.composite

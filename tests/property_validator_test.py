@@ -1,7 +1,6 @@
 """The validator and the runtime agree: a layout is accepted exactly when it trains correctly."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +12,11 @@ from tests import judge, one_layout, strategies
 from tests.agreement import compare
 from tests.expected_rejection import expected_rejection
 from tests.judge import Rejected, Works, runtime_verdict, validator_decision
-from tests.suite_report import examples
+from tests.suite_report import Tally, examples
 from xrex import layout as layout_rules
 from xrex.layout import Layout
 
 pytestmark = pytest.mark.property
-
-Tally = Callable[[str], None]
 
 
 # One test a kind, so that several processes share the work.

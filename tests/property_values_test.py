@@ -13,12 +13,10 @@ from jax.sharding import Mesh
 
 from tests import one_layout, strategies, trial
 from tests.judge import make_handle
-from tests.suite_report import examples
+from tests.suite_report import Tally, examples
 from xrex.layout import Layout
 
 pytestmark = pytest.mark.property
-
-Tally = Callable[[str], None]
 
 
 @given(st.data())

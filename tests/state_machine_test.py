@@ -5,7 +5,6 @@ the sign of the rows that the model saw: one that is read too early or too late 
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,11 +27,9 @@ from jax.sharding import AxisType, Mesh
 import xrex
 from tests import oracle, strategies, trial
 from tests.assertions import assert_same_bits_on_every_device
-from tests.suite_report import examples
+from tests.suite_report import Tally, examples
 
 pytestmark = pytest.mark.property
-
-Tally = Callable[[str], None]
 
 VOCAB = 8
 WIDTH = 8

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# `tally(what)` counts one.
+Tally = Callable[[str], None]
+
 _COUNTS = pytest.StashKey[Counter[str]]()
 _KEY = "xrex_suite_counts"
 _COMMON: dict[str, Any] = {
@@ -56,7 +59,7 @@ def layouts(share: float, of: str | None = None) -> int:
 
 
 @pytest.fixture(scope="session")
-def tally(pytestconfig: pytest.Config) -> Callable[[str], None]:
+def tally(pytestconfig: pytest.Config) -> Tally:
     """`tally(what)` counts one; what was counted is printed at the end."""
     counts = pytestconfig.stash[_COUNTS]
 
