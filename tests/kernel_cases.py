@@ -3,16 +3,19 @@
 Kernels have three kinds of tests over these cases: the reference against the oracle
 (`kernels_reference_test.py`), Mosaic GPU in the interpreter against the reference
 (`kernels_interpret_test.py`), Mosaic GPU on a GPU (`kernels_gpu_test.py`); and
-`compile_for_gpu_test.py` compiles every case for an H100. Shapes are a fixed list, because each is
-a kernel of its own, and data are Hypothesis'.
+`compile_for_gpu_test.py` compiles every case for an H100. Each shape is a kernel of its own, so all
+tests share one list: shapes chosen by hand, and some that Hypothesis draws. The data are drawn anew
+by each test.
 """
 
+import os
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import api
@@ -52,6 +55,54 @@ class SegmentSum(NamedTuple):
     tuning: SegmentSumTuning | None
 
 
+def rows() -> st.SearchStrategy[tuple[int, str]]:
+    """Width and type of rows that the kernels take: multiples of 16 bytes."""
+    return st.tuples(st.integers(1, 20), st.sampled_from([(8, "bfloat16"), (4, "float32")])).map(
+        lambda drawn: (drawn[0] * drawn[1][0], drawn[1][1])
+    )
+
+
+_GATHER_SHAPES = st.builds(
+    lambda vocab, row, n, rows: Gather(vocab, *row, n, rows and GatherTuning(rows, 1)),
+    st.integers(1, 60),
+    rows(),
+    st.integers(1, 40),
+    st.sampled_from([None, 4, 12, 16]),
+)
+_UPDATE_SHAPES = st.builds(
+    lambda vocab, row, u, rule: Update(vocab, *row, u, rule, None),
+    st.integers(1, 60),
+    rows(),
+    st.integers(1, 40),
+    st.sampled_from(["descent", "moments"]),
+)
+_SEGMENT_SUM_SHAPES = st.builds(
+    lambda n, row, segments: SegmentSum(n, *row, segments, None),
+    st.integers(1, 140),
+    rows(),
+    st.integers(1, 40),
+)
+
+
+def _drawn(shapes: st.SearchStrategy[Any]) -> tuple[Any, ...]:
+    """Some shapes, the same in every process; many more under the thorough profile."""
+    found = []
+
+    @settings(
+        max_examples=40 if os.environ.get("XREX_PROFILE") == "thorough" else 6,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+    )
+    @given(shapes)
+    def collect(shape: Any) -> None:
+        found.append(shape)
+
+    collect()
+    return tuple(dict.fromkeys(found))
+
+
 # Rows of 16 bytes; an odd multiple of 16; several splits; whole blocks, a remainder, less than one.
 GATHERS = (
     Gather(50, 8, "bfloat16", 21, GatherTuning(8, 1)),
@@ -61,6 +112,7 @@ GATHERS = (
     Gather(16, 12, "float32", 9, GatherTuning(4, 1)),
     Gather(16, 128, "float32", 8, None),
     Gather(1, 32, "bfloat16", 1, None),
+    *_drawn(_GATHER_SHAPES),
 )
 UPDATES = (
     Update(40, 8, "bfloat16", 70, "descent", UpdateTuning(64, 1)),
@@ -70,6 +122,7 @@ UPDATES = (
     Update(30, 32, "float32", 19, "descent", UpdateTuning(16, 1)),
     Update(30, 128, "float32", 9, "moments", None),
     Update(9, 4, "float32", 3, "descent", None),
+    *_drawn(_UPDATE_SHAPES),
 )
 # Up to three levels of partial sums.
 SEGMENT_SUMS = (
@@ -79,6 +132,7 @@ SEGMENT_SUMS = (
     SegmentSum(40, 24, "bfloat16", 6, None),
     SegmentSum(20, 4, "float32", 3, None),
     SegmentSum(5, 128, "float32", 2, SegmentSumTuning(16, 1)),
+    *_drawn(_SEGMENT_SUM_SHAPES),
 )
 
 
