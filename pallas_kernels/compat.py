@@ -139,7 +139,6 @@ def loop_by_warp(
       count: turns, a multiple of 4.
       interpret: None to compile for a GPU.
     """
-
     if count % WARPS:
         raise ValueError(f"a loop of {count} turns does not divide over {WARPS} warps")
 

@@ -57,13 +57,20 @@ def other_contents(
     return changed_layout, policy
 
 
+def with_mesh(layout: Layout, sizes: Any, names: Any, types: Any) -> Layout:
+    """The layout on a mesh of that shape, of the same devices, or without any as before."""
+    mesh = layout.mesh
+    if isinstance(mesh, Mesh):
+        made = Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+        return replace(layout, mesh=made)
+    return replace(layout, mesh=AbstractMesh(sizes, names, axis_types=types))
+
+
 def flip_types(layout: Layout) -> Layout:
     mesh = layout.mesh
     flip = {AxisType.Auto: AxisType.Explicit, AxisType.Explicit: AxisType.Auto}
     types = tuple(flip[kind] for kind in mesh.axis_types)
-    if isinstance(mesh, Mesh):
-        return replace(layout, mesh=Mesh(mesh.devices, mesh.axis_names, axis_types=types))
-    return replace(layout, mesh=mesh.update(axis_types=types))
+    return with_mesh(layout, mesh.axis_sizes, mesh.axis_names, types)
 
 
 def move_devices(layout: Layout) -> Layout:
@@ -78,22 +85,15 @@ def move_devices(layout: Layout) -> Layout:
 def rename_axes(layout: Layout) -> Layout:
     mesh = layout.mesh
     names = {name: f"{name}_too" for name in mesh.axis_names}
-    if isinstance(mesh, Mesh):
-        mesh = Mesh(mesh.devices, tuple(names.values()), axis_types=mesh.axis_types)
-    else:
-        mesh = AbstractMesh(mesh.axis_sizes, tuple(names.values()), axis_types=mesh.axis_types)
     axes = {n: tuple(map(names.get, getattr(layout, n))) for n in ("table_axis", "data_axis")}
-    return replace(layout, mesh=mesh, **axes)
+    renamed = with_mesh(layout, mesh.axis_sizes, tuple(names.values()), mesh.axis_types)
+    return replace(renamed, **axes)
 
 
 def add_an_axis(layout: Layout) -> Layout:
     mesh = layout.mesh
     names, types = (*mesh.axis_names, "one"), (*mesh.axis_types, AxisType.Auto)
-    if isinstance(mesh, Mesh):
-        mesh = Mesh(mesh.devices[..., None], names, axis_types=types)
-    else:
-        mesh = AbstractMesh((*mesh.axis_sizes, 1), names, axis_types=types)
-    return replace(layout, mesh=mesh)
+    return with_mesh(layout, (*mesh.axis_sizes, 1), names, types)
 
 
 OTHER_MESHES = {
