@@ -7,7 +7,7 @@ from hypothesis import given, seed, settings
 from tests import one_layout, strategies, suite_report
 from tests.judge import Rejected, Works, runtime_verdict, validator_decision
 from tests.suite_report import Tally
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 # Legal layouts take the most trouble to get right, and those that owe nothing to the rules are the
 # only ones that could show a rule that is missing.
@@ -30,7 +30,9 @@ def compare(kind: str, tally: Tally, profile: str | None = None, **changed: Any)
     def check(layout: Layout) -> None:
         one_layout.check_agreement(None, layout)
         decision, verdict = validator_decision(layout), runtime_verdict(layout)
-        said = f"rejected by {decision.rule}" if isinstance(decision, Rejected) else "accepted"
+        said = (
+            f"rejected by {decision.requirement}" if isinstance(decision, Rejected) else "accepted"
+        )
         did = "works" if isinstance(verdict, Works) else verdict.kind
         if isinstance(decision, Rejected) and isinstance(verdict, Works):
             did = "would work: the listed exception"

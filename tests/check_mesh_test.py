@@ -18,7 +18,7 @@ from rich.console import Console
 import xrex
 from tests import layouts
 from tools import check_mesh, errors_table, mesh_picture
-from xrex.layout import RULES
+from xrex.layout.requirements import REQUIREMENTS
 
 ROOT = Path(__file__).parent.parent
 GOOD = {
@@ -58,9 +58,9 @@ def test_an_accepted_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_rejected_layout_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, command(data_axis="batch,replica"))
     assert (status, err) == (1, "")
-    rule = next(rule for rule in RULES if rule.name == "one_shard_per_rank")
+    rule = next(rule for rule in REQUIREMENTS if rule.name == "one_shard_per_rank")
     lines = [line.strip() for line in out.splitlines()]
-    assert lines[0] == "REJECTED: 1 rule is broken"
+    assert lines[0] == "REJECTED: 1 requirement is broken"
     at = lines.index(
         "1. async_emb requires exactly one token shard per communicator rank: data_axis "
         "('batch', 'replica') shards tokens over 2 positions outside table_axis ('batch',)"
@@ -84,7 +84,7 @@ BROKEN = {
 def test_every_flag_that_is_suggested_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, command(**BROKEN))
     assert status == 1
-    assert out.startswith("REJECTED: 4 rules are broken\n")
+    assert out.startswith("REJECTED: 4 requirements are broken\n")
     suggested = [line.split() for line in out.splitlines() if line.startswith("     --")]
     assert suggested
     for flags in suggested:
@@ -98,7 +98,7 @@ def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(out)
     assert status == 1
     assert not said["accepted"]
-    assert [rule["rule"] for rule in said["broken"]] == [
+    assert [part["requirement"] for part in said["broken"]] == [
         "positive_sizes",
         "one_shard_per_rank",
         "even_tokens",
@@ -322,11 +322,11 @@ def test_the_section_of_the_readme_is_current() -> None:
 
 
 def test_every_rule_has_an_entry_with_its_text_and_cures() -> None:
-    assert list(errors_table.EXAMPLES) == [rule.name for rule in RULES]
+    assert list(errors_table.EXAMPLES) == [rule.name for rule in REQUIREMENTS]
     section = errors_table.section()
-    for rule in RULES:
+    for rule in REQUIREMENTS:
         assert section.count(rule.why) == 1
-    assert section.count("Cure: `--") == len(RULES)
+    assert section.count("Cure: `--") == len(REQUIREMENTS)
 
 
 @pytest.mark.parametrize("readme", ["", errors_table.BEGIN, "x".join(["<!-- errors: end -->"] * 2)])

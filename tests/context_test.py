@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import xrex
 from tests import layouts
-from xrex.layout import RULES
+from xrex.layout.requirements import REQUIREMENTS
 
 LAYOUT = {"tokens_per_batch": 16, "emb_width": 16, "num_unique": 8, "num_devices_per_node": 8}
 GRID = AbstractMesh((2, 4), ("r", "x"))
@@ -117,8 +117,8 @@ def test_the_first_broken_rule_is_the_one_reported() -> None:
         ("even_tokens", {"tokens_per_batch": 16}),
         ("even_width", {"emb_width": 16}),
     ]
-    assert [name for name, _ in mended] == [rule.name for rule in RULES]
-    for rule, (_, remedy) in zip(RULES, mended, strict=True):
+    assert [name for name, _ in mended] == [rule.name for rule in REQUIREMENTS]
+    for rule, (_, remedy) in zip(REQUIREMENTS, mended, strict=True):
         assert refusal(GRID, **broken).__notes__[0] == rule.why
         broken |= remedy
     make(GRID, **broken)

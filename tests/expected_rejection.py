@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
 

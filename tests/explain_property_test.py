@@ -10,14 +10,14 @@ import xrex
 from tests import strategies
 from tests.judge import Accepted, Rejected, make_handle, validator_decision
 from tests.suite_report import Tally
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 pytestmark = pytest.mark.property
 
 
 def explain(layout: Layout, **changes: Any) -> xrex.LayoutReport:
     arguments = vars(layout) | changes
-    return xrex.explain_layout(arguments.pop("mesh"), arguments.pop("table_axis"), **arguments)
+    return xrex.explain_layout(**arguments)
 
 
 @given(strategies.layouts_of_any_sizes())
@@ -34,7 +34,7 @@ def test_a_report_decides_as_the_validator_does(tally: Tally, layout: Layout) ->
     assert not report.accepted
     assert report.plan is None
     first = report.broken[0]
-    assert (first.rule, first.message) == (decision.rule, decision.message)
+    assert (first.requirement, first.message) == (decision.requirement, decision.message)
     tally("reports of rejected layouts")
 
 
@@ -61,6 +61,6 @@ def test_every_suggested_change_is_accepted_and_none_is_idle(tally: Tally, layou
 @given(strategies.layouts())
 def test_a_broken_rule_stays_broken_whatever_else_is(layout: Layout) -> None:
     """What is wrong with a layout is not hidden by what else is."""
-    names = {broken.rule for broken in explain(layout).broken}
+    names = {broken.requirement for broken in explain(layout).broken}
     worse = explain(layout, num_unique=0)
-    assert {broken.rule for broken in worse.broken} == names | {"positive_sizes"}
+    assert {broken.requirement for broken in worse.broken} == names | {"positive_sizes"}

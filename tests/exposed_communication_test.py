@@ -11,7 +11,7 @@ from tools.collectives import find_collectives
 from tools.exposed_communication import Beside, exposed_communication
 from tools.gpu_topology import GpuTarget
 from tools.hlo_text import parse
-from xrex.plan_wire import plan_wire
+from xrex.layout.plan_wire import plan_wire
 
 # Round figures: a float takes 0.4 s on the wire and 0.04 s to read or to write.
 TOY = GpuTarget("toy", "toy", 0, memory_bandwidth=100.0, bf16_flops=1000.0, link_bandwidth=10.0)

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import xrex
 from tests import trial
-from xrex import layout as layout_rules
-from xrex.layout import Layout
+from xrex.layout import requirements
+from xrex.layout.layout import Layout
 
 _VOCAB = 8
 
@@ -52,11 +52,11 @@ class Accepted:
 class Rejected:
     """The validator raised."""
 
-    rule: str
+    requirement: str
     message: str
 
     def __str__(self) -> str:
-        return f"rejected by {self.rule}: {self.message}"
+        return f"rejected by {self.requirement}: {self.message}"
 
 
 def runtime_verdict(layout: Layout) -> Works | Fails:
@@ -78,7 +78,7 @@ def validator_decision(layout: Layout) -> Accepted | Rejected:
     try:
         make_handle(layout)
     except ValueError as error:
-        broken = layout_rules.first_violation(layout)
+        broken = requirements.first_violation(layout)
         return Rejected("unlisted" if broken is None else broken[0].name, str(error))
     return Accepted()
 
@@ -108,7 +108,7 @@ def disagreement(layout: Layout) -> str | None:
     decision, verdict = validator_decision(layout), runtime_verdict(layout)
     if isinstance(decision, Accepted) == isinstance(verdict, Works):
         return None
-    excused = isinstance(decision, Rejected) and decision.rule == "tokens_vary"
+    excused = isinstance(decision, Rejected) and decision.requirement == "tokens_vary"
     if isinstance(verdict, Works) and excused and is_listed_exception(layout):
         return None
     return f"{decision}\nbut the runtime {verdict}\n{as_code(layout)}"
@@ -124,7 +124,7 @@ def abstract(layout: Layout) -> Layout:
 # What the line that `as_code` prints needs.
 IMPORTS = """import jax, numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from xrex.layout import Layout"""
+from xrex.layout.layout import Layout"""
 
 
 def as_code(layout: Layout) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 
 from tests import judge, one_layout
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 Check = Callable[[Callable[..., Any], Layout], None]
 

@@ -16,8 +16,8 @@ from tests.agreement import compare
 from tests.expected_rejection import check_rejection
 from tests.suite_report import Tally
 from xrex import exchange
-from xrex import layout as layout_rules
-from xrex.layout import Layout
+from xrex.layout import requirements
+from xrex.layout.layout import Layout
 
 pytestmark = pytest.mark.property
 
@@ -57,8 +57,8 @@ def forgetful() -> Iterator[None]:
     forget()
 
 
-def without(name: str) -> tuple[layout_rules.Rule, ...]:
-    return tuple(rule for rule in layout_rules.RULES if rule.name != name)
+def without(name: str) -> tuple[requirements.Requirement, ...]:
+    return tuple(rule for rule in requirements.REQUIREMENTS if rule.name != name)
 
 
 def one_more(of: type) -> property:
@@ -73,17 +73,17 @@ FIVE_RULES = ("known_axes", "tokens_vary", "one_shard_per_rank", "even_tokens", 
 def test_a_missing_rule_lets_a_broken_layout_in(
     rule: str, monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:
-    monkeypatch.setattr(layout_rules, "RULES", without(rule))
+    monkeypatch.setattr(requirements, "REQUIREMENTS", without(rule))
     with pytest.raises(AssertionError, match=r"^accepted\s+but the runtime fails: "):
         validator_and_runtime_agree()
     tally("mutations found out")
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in layout_rules.RULES])
+@pytest.mark.parametrize("rule", [rule.name for rule in requirements.REQUIREMENTS])
 def test_a_missing_rule_is_missed_by_name(
     rule: str, monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:
-    monkeypatch.setattr(layout_rules, "RULES", without(rule))
+    monkeypatch.setattr(requirements, "REQUIREMENTS", without(rule))
     with pytest.raises(AssertionError, match="but expected: async_emb"):
         rejections_name_the_first_broken_rule()
     tally("mutations found out")

@@ -22,7 +22,7 @@ from tests import judge, oracle, strategies, trial
 from tests.assertions import assert_same_bits_on_every_device
 from tests.expected_rejection import check_rejection
 from tests.judge import Accepted, Rejected
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 Draw = Callable[..., Any]
 
@@ -65,7 +65,7 @@ def check_abstract_mesh(draw: Draw, layout: Layout) -> None:
         assert planned == real
         return
     assert isinstance(planned, Rejected)
-    assert planned.rule == real.rule
+    assert planned.requirement == real.requirement
     assert planned.message.replace(str(planned_layout.mesh), str(layout.mesh)) == real.message
 
 
@@ -89,9 +89,9 @@ def check_single_shard_per_rank(draw: Draw, layout: Layout) -> None:
         with pytest.raises(ValueError, match=text):
             xrex.check_single_shard_per_rank(*arguments)
     decision = judge.validator_decision(layout)
-    if isinstance(decision, Rejected) and decision.rule == "one_shard_per_rank":
+    if isinstance(decision, Rejected) and decision.requirement == "one_shard_per_rank":
         assert off != 1
-    elif isinstance(decision, Accepted) or decision.rule in ("even_tokens", "even_width"):
+    elif isinstance(decision, Accepted) or decision.requirement in ("even_tokens", "even_width"):
         assert off == 1
 
 

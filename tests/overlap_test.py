@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import Literal
 
 from tests.assertions import assert_same_bits
-from xrex import overlap
+from xrex.training import overlap
 
 ROWS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
 WEIGHTS = (np.eye(4, dtype=np.float32) + 0.5, np.full((4, 4), 0.25, np.float32))

@@ -18,7 +18,7 @@ import xrex
 from tests import layouts, oracle
 from tests.assertions import assert_same_bits, assert_same_bits_on_every_device
 from tests.layouts import FEW_LAYOUTS, TOKENS, VOCAB, WIDTH, LayoutCase
-from xrex.pipeline import Pipeline
+from xrex.training.pipeline import Pipeline
 
 STEPS = 6
 RULE = {"learning_rate": 0.5, "eps": 1e-6, "lazy": True}

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import xrex
 from tests import layouts
-from xrex import train_step
-from xrex.plan import Plan, plan_layout
+from xrex.layout.plan import Plan, plan_layout
+from xrex.training import step as train_step
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 WITHIN = 0.1

@@ -5,8 +5,8 @@ import re
 import jax
 import pytest
 
-from xrex import pmap_checks
-from xrex.pmap_checks import ABSENT, Leaf, ProcessReport
+from xrex.checked_pmap import checks as pmap_checks
+from xrex.checked_pmap.checks import ABSENT, Leaf, ProcessReport
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from xrex.pmap import pmap
+from xrex.checked_pmap.pmap import pmap
 
 pytestmark = pytest.mark.property
 

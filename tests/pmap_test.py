@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tools import bench_pmap
-from xrex.pmap import pmap
+from xrex.checked_pmap.pmap import pmap
 
 AXIS = "i"
 
@@ -398,7 +398,7 @@ def test_array_on_an_explicit_mesh() -> None:
 # The examples in the docstrings, and the benchmark at a size that says nothing about time.
 
 
-@pytest.mark.parametrize("module", ["xrex.pmap", "xrex.pmap_checks"])
+@pytest.mark.parametrize("module", ["xrex.checked_pmap.pmap", "xrex.checked_pmap.checks"])
 def test_examples(module: str) -> None:
     result = doctest.testmod(sys.modules[module])
     assert result.attempted >= 2

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xrex.pmap import pmap
+from xrex.checked_pmap.pmap import pmap
 
 LOCAL_DEVICES = 2
 

@@ -15,7 +15,7 @@ import xrex
 from tests import one_layout, strategies
 from tests.judge import abstract, make_handle
 from tests.suite_report import Tally
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 pytestmark = pytest.mark.property
 

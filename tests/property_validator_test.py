@@ -13,8 +13,8 @@ from tests.agreement import compare
 from tests.expected_rejection import expected_rejection
 from tests.judge import Rejected, Works, runtime_verdict, validator_decision
 from tests.suite_report import Tally, examples
-from xrex import layout as layout_rules
-from xrex.layout import Layout
+from xrex.layout import requirements
+from xrex.layout.layout import Layout
 
 pytestmark = pytest.mark.property
 
@@ -31,7 +31,7 @@ def test_the_one_exception_is_rejected_by_name_and_would_work(tally: Tally, layo
     decision = validator_decision(layout)
     assert judge.is_listed_exception(layout)
     assert isinstance(decision, Rejected)
-    assert decision.rule == "tokens_vary"
+    assert decision.requirement == "tokens_vary"
     assert runtime_verdict(layout) == Works()
     tally("examples of the exception")
 
@@ -82,8 +82,8 @@ def test_a_failure_prints_the_smallest_layout_as_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the rule on widths gone, that is two devices, one token each, and three columns."""
-    kept = tuple(rule for rule in layout_rules.RULES if rule.name != "even_width")
-    monkeypatch.setattr(layout_rules, "RULES", kept)
+    kept = tuple(rule for rule in requirements.REQUIREMENTS if rule.name != "even_width")
+    monkeypatch.setattr(requirements, "RULES", kept)
     with pytest.raises(AssertionError) as error:
         compare("odd width", lambda _: None, derandomize=True, database=None)
     printed = "\n".join([str(error.value), *error.value.__notes__])

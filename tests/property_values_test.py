@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tests import one_layout, strategies, trial
 from tests.judge import make_handle
 from tests.suite_report import Tally, examples
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 pytestmark = pytest.mark.property
 

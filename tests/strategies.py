@@ -21,7 +21,7 @@ from tests.expected_rejection import SIZES
 from tests.judge import as_code
 from tests.oracle import ZERO, IdPolicy, resolve
 from tests.trial import Trial, exact_gradients
-from xrex.layout import Layout
+from xrex.layout.layout import Layout
 
 MAX_DEVICES = 8
 # More often those with many shapes.

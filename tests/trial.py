@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 import xrex
 from tests import oracle
 from tests.assertions import assert_same_bits_on_every_device, assert_ulps
-from xrex import partition
-from xrex.layout import Layout
+from xrex import placement
+from xrex.layout.layout import Layout
 
 
 class Trial(NamedTuple):
@@ -107,13 +107,13 @@ def run(
     def put(array: Any, spec: Any) -> jax.Array:
         return jax.device_put(array, NamedSharding(handle.mesh, spec))
 
-    table = put(trial.table, partition.table_spec(handle))
-    state = jax.tree.map(lambda leaf: put(leaf, partition.REPLICATED), rule.init(table.shape[0]))
+    table = put(trial.table, placement.table_spec(handle))
+    state = jax.tree.map(lambda leaf: put(leaf, placement.REPLICATED), rule.init(table.shape[0]))
     steps = []
     for ids, grads in trial.batches:
         arrays = (
-            put(ids, partition.token_spec(handle)),
-            put(grads, partition.token_rows_spec(handle)),
+            put(ids, placement.token_spec(handle)),
+            put(grads, placement.token_rows_spec(handle)),
         )
         steps.append(step(handle, rule, *arrays, table, state))
         table, state = steps[-1].table, steps[-1].state

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from xrex.pmap import pmap
+from xrex.checked_pmap.pmap import pmap
 
 _LEAVES = flags.DEFINE_list(
     "leaves", ["1", "16"], "numbers of arrays in the argument, one row each"

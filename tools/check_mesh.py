@@ -29,7 +29,7 @@ from rich.console import Console
 import xrex
 from tools import layout_text, mesh_picture
 from tools.paths import from_caller
-from xrex.layout import axis_tuple
+from xrex.layout.layout import SIZES, axis_tuple
 
 ACCEPTED, REJECTED, USAGE = 0, 1, 2
 _SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
@@ -206,7 +206,16 @@ def explain(arguments: Mapping[str, Any], options: flags.FlagValues) -> xrex.Lay
 
 def as_json(report: xrex.LayoutReport) -> dict[str, Any]:
     """The report as what `json` can write."""
-    return {**dataclasses.asdict(report), "sizes": dict(report.sizes), "mesh": dict(report.mesh)}
+    layout = report.layout
+    return {
+        "accepted": report.accepted,
+        "mesh": layout.mesh_sizes,
+        "table_axis": layout.table_axis,
+        "data_axis": layout.data_axis,
+        "sizes": {name: getattr(layout, name) for name in SIZES},
+        "broken": [dataclasses.asdict(broken) for broken in report.broken],
+        "plan": None if report.plan is None else dataclasses.asdict(report.plan),
+    }
 
 
 def _plain(value: object) -> object:

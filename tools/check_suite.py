@@ -102,7 +102,7 @@ def check(request: Request) -> tuple[bool, str]:
     from jax.sharding import AxisType, Mesh
 
     from tests import layout_report
-    from xrex.layout import Layout
+    from xrex.layout.layout import Layout
 
     names, sizes = zip(*request.axes, strict=True)
     axis_type = AxisType.Explicit if request.explicit else AxisType.Auto

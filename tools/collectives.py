@@ -75,7 +75,7 @@ def read_collective(
 def _wire_bytes(
     module: Module, computation: Computation, instruction: Instruction, kind: str
 ) -> int:
-    """Sent by a device, as `xrex.plan_wire` counts; where data decide, the most there can be."""
+    """Sent by a device, as `plan_wire` counts; where data decide, the most there can be."""
     operands = [computation[name].bytes for name in instruction.operands]
     if kind in ("collective-permute", "collective-broadcast"):
         return sum(operands)

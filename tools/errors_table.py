@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 import xrex
-from xrex.layout import RULES, Rule
+from xrex.layout.requirements import REQUIREMENTS, Requirement
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- errors: begin -->", "<!-- errors: end -->"
@@ -54,7 +54,7 @@ Cures are flags of `python -m tools.check_mesh`, named like the arguments of `ma
 each alone makes the example valid. The tool and `xrex.explain_layout` find those of your own
 layout.
 """
-    return "\n".join((head, *map(_entry, RULES), _same_by_another_name()))
+    return "\n".join((head, *map(_entry, REQUIREMENTS), _same_by_another_name()))
 
 
 def _layout_flags(mesh: str) -> str:
@@ -71,8 +71,8 @@ def _mesh() -> AbstractMesh:
     return AbstractMesh(tuple(_MESH.values()), tuple(_MESH), axis_types=types)
 
 
-def _entry(rule: Rule) -> str:
-    broken_by = EXAMPLES[rule.name]
+def _entry(requirement: Requirement) -> str:
+    broken_by = EXAMPLES[requirement.name]
     arguments = {**_LAYOUT, **broken_by}
     report = xrex.explain_layout(_mesh(), arguments.pop("table_axis"), **arguments)
     (broken,) = report.broken

@@ -7,15 +7,16 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from xrex.explain import BrokenRule, LayoutReport
-from xrex.plan import Plan
-from xrex.plan_memory import ArrayPlan
+from xrex.layout.explain import BrokenRequirement, LayoutReport
+from xrex.layout.plan import Plan
+from xrex.layout.plan_memory import ArrayPlan
 
 
 def verdict(report: LayoutReport) -> RenderableType:
     """Yes or no, in one line."""
     if report.plan is None:
-        rules = "1 rule is" if len(report.broken) == 1 else f"{len(report.broken)} rules are"
+        count = len(report.broken)
+        rules = "1 requirement is" if count == 1 else f"{count} requirements are"
         return Text(f"REJECTED: {rules} broken", style="bold red")
     plan = report.plan
     return Text(
@@ -30,12 +31,14 @@ def explanation(report: LayoutReport) -> RenderableType:
     shown: set[str] = set()
     parts: list[RenderableType] = []
     for number, broken in enumerate(report.broken, 1):
-        parts.extend(_broken_rule(number, broken, shown))
+        parts.extend(_broken_part(number, broken, shown))
         shown.update(change.flags for change in broken.changes)
     return Group(*parts)
 
 
-def _broken_rule(number: int, broken: BrokenRule, shown: set[str]) -> Iterator[RenderableType]:
+def _broken_part(
+    number: int, broken: BrokenRequirement, shown: set[str]
+) -> Iterator[RenderableType]:
     yield Text(f"\n{number}. {broken.message}", style="bold")
     yield Text(f"   Why: {broken.why}")
     new = [change for change in broken.changes if change.flags not in shown]

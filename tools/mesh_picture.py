@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from rich.table import Table
 from rich.text import Text
 
-from xrex.layout import AnyMesh, communicators
+from xrex.layout.layout import AnyMesh, communicators
 
 # More ranks than these are drawn in groups; of more communicators, the first ones and the last.
 MOST_RANKS = 16

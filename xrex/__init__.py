@@ -1,12 +1,14 @@
 """xrex: an asynchronous, sharded embedding runtime for JAX."""
 
-from xrex.context import (
+from xrex.checked_pmap.pmap import pmap
+from xrex.layout.explain import LayoutReport, explain_layout
+from xrex.layout.handle import (
     AsyncEmbContextHandle,
     check_single_shard_per_rank,
     make_context_handle,
     single_shard_per_rank,
 )
-from xrex.explain import LayoutReport, explain_layout
+from xrex.layout.layout import Layout
 from xrex.lookup import (
     LookupPin,
     lookup_done,
@@ -14,10 +16,10 @@ from xrex.lookup import (
     lookup_start,
     lookup_start_per_shard,
 )
-from xrex.pipeline import Pipeline, make_pipeline
-from xrex.pipeline_state import Batch, PipelineState, StepMetrics
 from xrex.rules import RowwiseAdagrad, RowwiseAdagradState, UpdateRule
 from xrex.tokens import CompressedTokens, compress_token_ids, compress_token_ids_per_shard
+from xrex.training.pipeline import Pipeline, make_pipeline
+from xrex.training.state import Batch, PipelineState, StepMetrics
 from xrex.update import (
     GradientUpdate,
     UpdatePin,
@@ -34,6 +36,7 @@ __all__ = [
     "Batch",
     "CompressedTokens",
     "GradientUpdate",
+    "Layout",
     "LayoutReport",
     "LookupPin",
     "Pipeline",
@@ -54,6 +57,7 @@ __all__ = [
     "lookup_start_per_shard",
     "make_context_handle",
     "make_pipeline",
+    "pmap",
     "single_shard_per_rank",
     "update_done",
     "update_start",

@@ -7,7 +7,7 @@ rank.
 import jax
 import jax.numpy as jnp
 
-from xrex.context import AsyncEmbContextHandle
+from xrex.layout.handle import AsyncEmbContextHandle
 
 
 def gather_tokens(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:

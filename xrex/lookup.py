@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import api as kernels
-from xrex import exchange, partition
-from xrex.context import AsyncEmbContextHandle
+from xrex import exchange, placement
+from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.tokens import (
     check_shape,
     check_token_ids,
@@ -61,7 +61,7 @@ def lookup_start(
     """
     check_table(handle, table)
     ids = check_token_ids(handle, token_ids, table.shape[0])
-    table = partition.place(handle, table, partition.table_spec(handle))
+    table = placement.place(handle, table, placement.table_spec(handle))
     return _lookup_start(handle, ids, table, gate)
 
 
@@ -125,13 +125,13 @@ def exchange_rows(handle: AsyncEmbContextHandle, rows: jax.Array) -> LookupPin:
 
     Args:
       handle: the layout.
-      rows: (group_size, tokens_per_rank, emb_width), as `partition.send_spec` has it.
+      rows: (group_size, tokens_per_rank, emb_width), as `placement.send_spec` has it.
     """
-    spec = partition.received_spec(handle)
-    exchanged = partition.shard_map(
+    spec = placement.received_spec(handle)
+    exchanged = placement.shard_map(
         handle,
         lambda rows: exchange.exchange_blocks(handle, rows),
-        (partition.send_spec(handle),),
+        (placement.send_spec(handle),),
         spec,
     )
     with jax.named_scope("xrex.exchange_rows"):
@@ -185,23 +185,23 @@ def _refuse_tangent(primals: Any, tangents: Any) -> NoReturn:
 def _lookup_start(
     handle: AsyncEmbContextHandle, ids: jax.Array, table: jax.Array, gate: jax.Array | None
 ) -> LookupPin:
-    specs = (partition.token_spec(handle), partition.table_spec(handle))
-    gather = partition.shard_map(
+    specs = (placement.token_spec(handle), placement.table_spec(handle))
+    gather = placement.shard_map(
         handle,
         lambda ids, table: gather_for_exchange(handle, exchange.gather_tokens(handle, ids), table),
         specs,
-        partition.send_spec(handle),
+        placement.send_spec(handle),
     )
     with jax.named_scope("xrex.lookup_start"):
-        rows = gather(*partition.place(handle, (ids, table), specs))
+        rows = gather(*placement.place(handle, (ids, table), specs))
         return exchange_rows(handle, gated(rows, gate))
 
 
 @jax.jit(static_argnums=0)
 def _lookup_done(handle: AsyncEmbContextHandle, pin: LookupPin) -> jax.Array:
-    spec = partition.received_spec(handle)
-    assemble = partition.shard_map(
-        handle, exchange.blocks_to_rows, (spec,), partition.token_rows_spec(handle)
+    spec = placement.received_spec(handle)
+    assemble = placement.shard_map(
+        handle, exchange.blocks_to_rows, (spec,), placement.token_rows_spec(handle)
     )
     with jax.named_scope("xrex.lookup_done"):
-        return assemble(partition.place(handle, pin.blocks, spec))
+        return assemble(placement.place(handle, pin.blocks, spec))

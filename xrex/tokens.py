@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from xrex import exchange, partition
-from xrex.context import AsyncEmbContextHandle
+from xrex import exchange, placement
+from xrex.layout.handle import AsyncEmbContextHandle
 
 _INT32 = np.iinfo(np.int32)
 
@@ -142,9 +142,9 @@ def compress_gathered(
 def compressed_specs(handle: AsyncEmbContextHandle) -> Any:
     """The specs of `CompressedTokens`, as one."""
     return CompressedTokens(
-        unique_tokens=partition.REPLICATED,  # type: ignore[arg-type]
-        segment_ids=partition.token_spec(handle),  # type: ignore[arg-type]
-        dropped=partition.REPLICATED,  # type: ignore[arg-type]
+        unique_tokens=placement.REPLICATED,  # type: ignore[arg-type]
+        segment_ids=placement.token_spec(handle),  # type: ignore[arg-type]
+        dropped=placement.REPLICATED,  # type: ignore[arg-type]
     )
 
 
@@ -153,10 +153,10 @@ def _compress(handle: AsyncEmbContextHandle, vocab: int, ids: jax.Array) -> Comp
     def body(ids: jax.Array) -> CompressedTokens:
         return compress_gathered(handle, ids, exchange.gather_tokens(handle, ids), vocab)
 
-    spec = partition.token_spec(handle)
+    spec = placement.token_spec(handle)
     with jax.named_scope("xrex.compress_token_ids"):
-        ids = partition.place(handle, ids, spec)
-        return partition.shard_map(handle, body, (spec,), compressed_specs(handle))(ids)
+        ids = placement.place(handle, ids, spec)
+        return placement.shard_map(handle, body, (spec,), compressed_specs(handle))(ids)
 
 
 def check_vocab(vocab: int) -> None:
@@ -198,7 +198,7 @@ def check_token_ids(
             _raise_first("token_ids", values, outside, f"is outside the table of {vocab} rows")
     if isinstance(ids, jax.core.Tracer):
         return ids
-    return partition.place(handle, ids, partition.token_spec(handle))
+    return placement.place(handle, ids, placement.token_spec(handle))
 
 
 def as_int32(name: str, ids: jax.typing.ArrayLike) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import api as kernels
-from xrex import exchange, partition
-from xrex.context import AsyncEmbContextHandle
+from xrex import exchange, placement
+from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.lookup import TABLE_DTYPES, check_table, check_table_shard, gated
 from xrex.rules.base import TouchedRows, UpdateRule, check_state
 from xrex.tokens import as_int32, check_shape
@@ -104,7 +104,7 @@ def update_start(
     update = _checked_update(handle, update, handle.tokens_per_batch)
     check_state(rule, state, table.shape[0], handle.emb_width)
     _check_distinct(update.unique_tokens, table.shape[0])
-    arrays = partition.place(handle, (update, table, state), _specs(handle, state))
+    arrays = placement.place(handle, (update, table, state), _specs(handle, state))
     return _update_start(handle, rule, *arrays, gate)
 
 
@@ -199,12 +199,12 @@ def _sum_gradients(
 def _specs(handle: AsyncEmbContextHandle, state: Any) -> tuple[GradientUpdate, P, Any]:
     """The specs of an update, a table and a state."""
     update = GradientUpdate(
-        unique_tokens=partition.REPLICATED,  # type: ignore[arg-type]
-        grads=partition.token_rows_spec(handle),  # type: ignore[arg-type]
-        segment_ids=partition.token_spec(handle),  # type: ignore[arg-type]
-        pending=partition.REPLICATED,  # type: ignore[arg-type]
+        unique_tokens=placement.REPLICATED,  # type: ignore[arg-type]
+        grads=placement.token_rows_spec(handle),  # type: ignore[arg-type]
+        segment_ids=placement.token_spec(handle),  # type: ignore[arg-type]
+        pending=placement.REPLICATED,  # type: ignore[arg-type]
     )
-    return update, partition.table_spec(handle), partition.state_specs(handle, state)
+    return update, placement.table_spec(handle), placement.state_specs(handle, state)
 
 
 @jax.jit(static_argnums=0)
@@ -217,16 +217,16 @@ def _update_start(
     gate: jax.Array | None,
 ) -> tuple[jax.Array, Any, UpdatePin]:
     specs = _specs(handle, state)
-    rule_specs = jax.tree.map(lambda _: partition.REPLICATED, rule)
-    apply = partition.shard_map(
+    rule_specs = jax.tree.map(lambda _: placement.REPLICATED, rule)
+    apply = placement.shard_map(
         handle,
         lambda rule, update, table, state: apply_update(handle, rule, update, table, state),
         (rule_specs, *specs),
-        (*specs[1:], partition.REPLICATED),
+        (*specs[1:], placement.REPLICATED),
     )
     with jax.named_scope("xrex.update_start"):
         update = update._replace(grads=gated(update.grads, gate))
-        return apply(rule, *partition.place(handle, (update, table, state), specs))
+        return apply(rule, *placement.place(handle, (update, table, state), specs))
 
 
 def _checked_update(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from xrex.context import AsyncEmbContextHandle
+from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.layout.plan_memory import MemoryPlan, plan_memory
+from xrex.layout.plan_wire import CollectivePlan, NodePlan, plan_nodes, plan_wire
 from xrex.lookup import TABLE_DTYPES
-from xrex.plan_memory import MemoryPlan, plan_memory
-from xrex.plan_wire import CollectivePlan, NodePlan, plan_nodes, plan_wire
 from xrex.rules import RowwiseAdagrad
 from xrex.rules.base import UpdateRule
 from xrex.tokens import check_vocab

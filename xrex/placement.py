@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xrex.context import AsyncEmbContextHandle
+from xrex.layout.handle import AsyncEmbContextHandle
 
 REPLICATED = P()
 
@@ -45,7 +45,7 @@ def received_spec(handle: AsyncEmbContextHandle) -> P:
 
 
 def micro_batch_spec(handle: AsyncEmbContextHandle) -> P:
-    """Token arrays cut into micro-batches, (micro_batches, tokens, ...): see `xrex.accumulate`."""
+    """Token arrays cut into micro-batches, (micro_batches, tokens, ...)."""
     return P(None, handle.data_axis)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xrex.context import AsyncEmbContextHandle
+from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.rules.base import UpdateRule
 
 # What GPUs are sold with, in the units of their makers.
@@ -94,7 +94,7 @@ def plan_memory(
     rule: UpdateRule,
     reserved_bytes: int,
 ) -> MemoryPlan:
-    """Plans the bytes of a rank; see `xrex.plan.plan_layout` for the arguments."""
+    """Plans the bytes of a rank; see `xrex.layout.plan.plan_layout` for the arguments."""
     pins, temporary = tuple(_pins(handle, dtype)), tuple(_temporary(handle, dtype))
     table = () if vocab is None else (_table(handle, dtype, vocab),)
     state = () if vocab is None else tuple(_state(handle, rule, vocab))
@@ -134,7 +134,7 @@ def _state(handle: AsyncEmbContextHandle, rule: UpdateRule, vocab: int) -> Itera
 
 
 def _pins(handle: AsyncEmbContextHandle, dtype: np.dtype) -> Iterator[ArrayPlan]:
-    """`current_lookup` and `previous_update` of `xrex.pipeline_state.PipelineState`, a rank's."""
+    """`current_lookup` and `previous_update` of `xrex.training.state.PipelineState`, a rank's."""
     tokens, width, int32 = handle.tokens_per_rank, handle.shard_width, np.dtype(np.int32)
     for name, shape, kind in (
         ("lookup: rows in flight", (handle.group_size, tokens, width), dtype),

@@ -1,63 +1,37 @@
-"""The rules that a layout must keep, one object each, in the order in which they are checked.
+"""The requirements of a layout, one object each, in the order in which they are checked.
 
-A layout is a mesh, two tuples of its axes and four sizes. `xrex.context` raises the first rule that
-a layout breaks; `xrex.explain` lists all of them, and what would mend them. Both read `RULES`.
+`xrex.layout.handle` raises the first requirement that a layout breaks; `xrex.layout.explain` lists
+all of them, and what would fix each. Both read `REQUIREMENTS`.
 """
 
 import difflib
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
-
-AnyMesh = Mesh | AbstractMesh
-AxisNames = str | Iterable[str]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The arguments of `make_context_handle` that decide whether it can work, not yet checked."""
-
-    mesh: AnyMesh
-    table_axis: tuple[str, ...]
-    data_axis: tuple[str, ...]
-    tokens_per_batch: int
-    emb_width: int
-    num_unique: int
-    num_devices_per_node: int
-
-    @property
-    def group_size(self) -> int:
-        """How many ranks the communicator has; axes that the mesh lacks count once."""
-        return axis_size(self.mesh, _once(self.table_axis))
-
-    @property
-    def off_communicator_axes(self) -> tuple[str, ...]:
-        """The data axes outside of the table axis, each once, in the order of the data axis."""
-        return tuple(axis for axis in _once(self.data_axis) if axis not in self.table_axis)
-
-    @property
-    def mesh_sizes(self) -> dict[str, int]:
-        """The mesh's axes and their sizes, in order."""
-        return dict(self.mesh.shape)
+from xrex.layout.layout import (
+    SIZES,
+    Layout,
+    axis_size,
+    is_positive_integer,
+    once,
+    resized,
+)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One rule of layouts.
+class Requirement:
+    """One requirement of layouts.
 
     Attributes:
       name: a short identifier.
-      violation: the error text for a layout that breaks the rule, None for one that keeps it.
-        Total: a report asks it of layouts that break other rules too.
+      violation: the error text for a layout that breaks the requirement, None for one that
+        fulfils it. Total: a report asks it of layouts that break other requirements too.
       why: what would go wrong, in one sentence.
-      advice: what to change, one remedy a line, in the layout's own names. Only asked for layouts
-        that keep all earlier rules.
-      remedies: layouts near a broken one that keep the rule, or come nearer to keeping it; they may
-        break others. Total, like `violation`.
+      advice: what to change, one remedy per line, in the layout's own names. Only asked for layouts
+        that keep all earlier requirements.
+      remedies: layouts near a broken one that fulfil the requirement, or come nearer to that; they
+        may break others. Total, like `violation`.
     """
 
     name: str
@@ -67,98 +41,13 @@ class Rule:
     remedies: Callable[[Layout], Iterator[Layout]]
 
 
-def make_layout(
-    mesh: AnyMesh,
-    table_axis: AxisNames,
-    *,
-    data_axis: AxisNames,
-    tokens_per_batch: int,
-    emb_width: int,
-    num_unique: int,
-    num_devices_per_node: int,
-) -> Layout:
-    """The layout with its axes as tuples; no rule is checked.
-
-    Raises:
-      TypeError: `mesh` is no mesh, or an axis is not named by a string.
-    """
-    if not isinstance(mesh, AnyMesh):
-        raise TypeError(
-            f"async_emb mesh must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}"
-        )
-    return Layout(
-        mesh=mesh,
-        table_axis=axis_tuple(table_axis, "table_axis"),
-        data_axis=axis_tuple(data_axis, "data_axis"),
-        tokens_per_batch=tokens_per_batch,
-        emb_width=emb_width,
-        num_unique=num_unique,
-        num_devices_per_node=num_devices_per_node,
-    )
-
-
-def axis_tuple(axis: AxisNames, name: str) -> tuple[str, ...]:
-    """A tuple of axis names; a bare string means that one axis.
-
-    Raises:
-      TypeError: `axis` is neither a string nor an iterable of them.
-    """
-    if isinstance(axis, str):
-        return (axis,)
-    names = tuple(axis) if isinstance(axis, Iterable) else (axis,)
-    for entry in names:
-        if not isinstance(entry, str):
-            raise TypeError(
-                f"async_emb {name}={axis!r} must be an axis name or a tuple of them, "
-                f"and {entry!r} is not a string"
-            )
-    return names
-
-
-def axis_size(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
-    """The product of the axes' sizes; an axis that the mesh lacks counts once."""
-    return math.prod(mesh.shape.get(axis, 1) for axis in axes)
-
-
-def communicators(mesh: AnyMesh, table_axis: tuple[str, ...]) -> np.ndarray:
-    """Positions in the mesh, (communicators, group_size), ranks in the order of the table axis."""
-    names = tuple(mesh.shape)
-    positions = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    others = [names.index(name) for name in names if name not in table_axis]
-    ranks = [names.index(name) for name in table_axis]
-    return positions.transpose(others + ranks).reshape(-1, axis_size(mesh, table_axis))
-
-
-def _once(axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(axes))
-
-
-def resized(mesh: AnyMesh, sizes: dict[str, int]) -> AbstractMesh:
-    """A mesh to plan with: the same axes and types, some of them of other sizes."""
-    wanted = {name: sizes.get(name, size) for name, size in mesh.shape.items()}
-    return AbstractMesh(tuple(wanted.values()), tuple(wanted), axis_types=mesh.axis_types)
-
-
-def first_violation(layout: Layout) -> tuple[Rule, str] | None:
-    """The first rule that a layout breaks, and the error's text; None when it keeps them all."""
-    for rule in RULES:
-        message = rule.violation(layout)
+def first_violation(layout: Layout) -> tuple[Requirement, str] | None:
+    """The first requirement that a layout breaks, and the error's text; None if there is none."""
+    for requirement in REQUIREMENTS:
+        message = requirement.violation(layout)
         if message is not None:
-            return rule, message
+            return requirement, message
     return None
-
-
-# A layout's sizes, in the order in which they are checked.
-SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
-
-
-def is_positive_integer(value: object) -> bool:
-    """Whether a size is a positive integer: bool and float are none."""
-    return (
-        isinstance(value, int | np.integer)
-        and not isinstance(value, bool)
-        and int(cast(int, value)) > 0
-    )
 
 
 def _repeated_axis(layout: Layout) -> str | None:
@@ -214,7 +103,7 @@ def _shards_off_communicator(layout: Layout) -> str | None:
 
 
 def _divides(group_size: int, size: int) -> bool:
-    """Whether ranks share a size evenly; true of sizes that another rule finds fault with."""
+    """Whether ranks share a size evenly; true of sizes that break another requirement."""
     return not is_positive_integer(size) or group_size < 1 or size % group_size == 0
 
 
@@ -263,7 +152,9 @@ def _advise_off_communicator(layout: Layout) -> tuple[str, ...]:
 
 def _advise_multiples(name: str) -> Callable[[Layout], tuple[str, ...]]:
     def advise(layout: Layout) -> tuple[str, ...]:
-        choices = [f"{name}={getattr(mended, name)}" for mended in _nearest_multiples(name)(layout)]
+        choices = [
+            f"{name}={getattr(changed, name)}" for changed in _nearest_multiples(name)(layout)
+        ]
         return (
             f"Use a multiple of {layout.group_size}: {' or '.join(choices)}.",
             f"Or a communicator whose size divides {getattr(layout, name)}.",
@@ -273,7 +164,7 @@ def _advise_multiples(name: str) -> Callable[[Layout], tuple[str, ...]]:
 
 
 def _name_once(layout: Layout) -> Iterator[Layout]:
-    yield replace(layout, table_axis=_once(layout.table_axis), data_axis=_once(layout.data_axis))
+    yield replace(layout, table_axis=once(layout.table_axis), data_axis=once(layout.data_axis))
 
 
 def _make_positive(layout: Layout) -> Iterator[Layout]:
@@ -305,7 +196,7 @@ def _name_known_axes(layout: Layout) -> Iterator[Layout]:
     for names in (*((axis,) for axis in alike), ()):
         # Where the new name stands already, the unknown one is one too many.
         table_axis, data_axis = (
-            _once(tuple(n for axis in axes for n in (names if axis == unknown else (axis,))))
+            once(tuple(n for axis in axes for n in (names if axis == unknown else (axis,))))
             for axes in (layout.table_axis, layout.data_axis)
         )
         yield replace(layout, table_axis=table_axis, data_axis=data_axis)
@@ -339,50 +230,50 @@ def _nearest_multiples(name: str) -> Callable[[Layout], Iterator[Layout]]:
     return remedies
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(
         "repeated_axis",
         _repeated_axis,
         "An axis shards an array once; named twice it has no meaning.",
         lambda layout: ("Name each axis once.",),
         _name_once,
     ),
-    Rule(
+    Requirement(
         "positive_sizes",
         _not_positive,
         "A batch, a row, a capacity and a node each hold at least one of their kind.",
         lambda layout: ("Pass a Python integer of at least 1.",),
         _make_positive,
     ),
-    Rule(
+    Requirement(
         "known_axes",
         _unknown_axis,
         "Nothing can be sharded over an axis that the mesh does not have.",
         _advise_names,
         _name_known_axes,
     ),
-    Rule(
+    Requirement(
         "tokens_vary",
         _tokens_do_not_vary,
         "Ranks that hold the same tokens would each add the same gradients: they count twice.",
         _advise_missing,
         _vary_tokens,
     ),
-    Rule(
+    Requirement(
         "one_shard_per_rank",
         _shards_off_communicator,
         "Copies of the table would each see other tokens and drift apart, without any error.",
         _advise_off_communicator,
         _bring_shards_in,
     ),
-    Rule(
+    Requirement(
         "even_tokens",
         _uneven_tokens,
         "Every rank sends and receives the same number of rows.",
         _advise_multiples("tokens_per_batch"),
         _nearest_multiples("tokens_per_batch"),
     ),
-    Rule(
+    Requirement(
         "even_width",
         _uneven_width,
         "Every rank holds the same number of columns.",

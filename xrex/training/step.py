@@ -1,6 +1,6 @@
 """One step of the training pipeline, as pure functions of its state. In a trace.
 
-`xrex.pipeline` says what a step does when; here is how.
+`xrex.training.pipeline` says what a step does when; here is how.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from xrex import exchange, partition
-from xrex.accumulate import (
+from xrex import exchange, placement
+from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.lookup import exchange_rows, gather_for_exchange, lookup_done
+from xrex.rules.base import UpdateRule
+from xrex.tokens import CompressedTokens, compress_gathered, compressed_specs
+from xrex.training.gradients import (
     NO_EXCHANGE,
     Exchange,
     Gradients,
     LossFunction,
     accumulated_gradients,
 )
-from xrex.context import AsyncEmbContextHandle
-from xrex.lookup import exchange_rows, gather_for_exchange, lookup_done
-from xrex.pipeline_state import Batch, PipelineState, StartedLookup, StepMetrics
-from xrex.rules.base import UpdateRule
-from xrex.tokens import CompressedTokens, compress_gathered, compressed_specs
+from xrex.training.state import Batch, PipelineState, StartedLookup, StepMetrics
 from xrex.update import GradientUpdate, UpdateResult, update_done, update_start
 
 RuleOrSchedule = UpdateRule | Callable[[jax.Array], UpdateRule]
@@ -43,7 +43,7 @@ class DenseOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step is made of; see `xrex.pipeline.make_pipeline`."""
+    """What a step is made of; see `xrex.training.pipeline.make_pipeline`."""
 
     handle: AsyncEmbContextHandle
     rule: RuleOrSchedule
@@ -148,12 +148,12 @@ def _begin_lookup(
         tokens = compress_gathered(handle, token_ids, all_ids, config.vocab)
         return tokens, gather_for_exchange(handle, all_ids, table)
 
-    specs = (partition.token_spec(handle), partition.table_spec(handle))
-    begin = partition.shard_map(
-        handle, body, specs, (compressed_specs(handle), partition.send_spec(handle))
+    specs = (placement.token_spec(handle), placement.table_spec(handle))
+    begin = placement.shard_map(
+        handle, body, specs, (compressed_specs(handle), placement.send_spec(handle))
     )
     with jax.named_scope("xrex.begin_lookup"):
-        return begin(*partition.place(handle, (token_ids, table), specs))
+        return begin(*placement.place(handle, (token_ids, table), specs))
 
 
 def _gradients(
@@ -223,6 +223,6 @@ def _metrics(
 
 def _zero_rows(handle: AsyncEmbContextHandle, dtype: jax.typing.DTypeLike) -> jax.Array:
     shape = (handle.tokens_per_rank, handle.emb_width)
-    return partition.shard_map(
-        handle, lambda: jnp.zeros(shape, dtype), (), partition.token_rows_spec(handle)
+    return placement.shard_map(
+        handle, lambda: jnp.zeros(shape, dtype), (), placement.token_rows_spec(handle)
     )()

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from xrex.pmap_checks import ProcessReport
+from xrex.checked_pmap.checks import ProcessReport
 
 
 def gather_reports(report: ProcessReport, devices: Sequence[jax.Device]) -> list[ProcessReport]:

@@ -5,7 +5,8 @@ With `staleness=0` a step is exact synchronous training. With `staleness=1`, in 
 1. the rows of batch k, asked for in step k - 1, arrive;
 2. the table update with the gradients of batch k - 1 runs beside the forward pass of batch k;
 3. the lookup of batch k + 1 is issued when the loss is known and the update is done, and its
-   exchange travels beside the backward pass (`xrex.overlap` says how, and of which models).
+   exchange travels beside the backward pass (`xrex.training.overlap` says how, and of which
+   models).
 
 So batch k is read from a table that holds the updates of batches up to k - 2. All that is in flight
 is in the state, so that the halves of an exchange cannot be mismatched.
@@ -20,14 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from xrex import partition, train_step
-from xrex.accumulate import LossFunction
-from xrex.context import AsyncEmbContextHandle
-from xrex.layout import is_positive_integer
+from xrex import placement
+from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.layout.layout import is_positive_integer
 from xrex.lookup import check_table
-from xrex.pipeline_state import Batch, PipelineState, StepMetrics
 from xrex.tokens import check_token_ids, check_vocab
-from xrex.train_step import DenseOptimizer, RuleOrSchedule, StepConfig
+from xrex.training import step as train_step
+from xrex.training.gradients import LossFunction
+from xrex.training.state import Batch, PipelineState, StepMetrics
+from xrex.training.step import DenseOptimizer, RuleOrSchedule, StepConfig
 from xrex.update import UpdateResult
 
 Shardings = tuple[Sharding | None, ...]
@@ -79,8 +81,8 @@ class Pipeline:
             optimizer_state = self.config.dense_optimizer.init(dense_params)
         copied = (dense_params, optimizer_state, jnp.zeros((), jnp.int32))
         dense_params, optimizer_state, step = jax.tree.map(self._copy_to_mesh, copied)
-        specs = (partition.table_spec(handle), partition.state_specs(handle, rule_state))
-        array, rule_state = partition.place(handle, (array, rule_state), specs)
+        specs = (placement.table_spec(handle), placement.state_specs(handle, rule_state))
+        array, rule_state = placement.place(handle, (array, rule_state), specs)
         return PipelineState(array, rule_state, dense_params, optimizer_state, step)
 
     def start(self, state: PipelineState, batch: Batch) -> PipelineState:
@@ -210,8 +212,8 @@ class Pipeline:
         if AxisType.Explicit in mesh.axis_types:
             return state  # There, types carry shardings, and XLA has no choice.
         specs = (
-            partition.table_spec(self.config.handle),
-            partition.state_specs(self.config.handle, state.rule_state),
+            placement.table_spec(self.config.handle),
+            placement.state_specs(self.config.handle, state.rule_state),
         )
         table, rule_state = jax.tree.map(
             lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
@@ -259,15 +261,15 @@ class Pipeline:
             return leaf
         handle = self.config.handle
         divides = np.ndim(leaf) > 0 and np.shape(leaf)[0] % handle.group_size == 0
-        spec = partition.token_spec(handle) if divides else partition.REPLICATED
-        return partition.place(handle, leaf, spec)
+        spec = placement.token_spec(handle) if divides else placement.REPLICATED
+        return placement.place(handle, leaf, spec)
 
     def _copy_to_mesh(self, leaf: Any) -> jax.Array:
         mesh = self.config.handle.mesh
         leaf = jnp.array(leaf, copy=True)
         if isinstance(leaf, jax.core.Tracer) or leaf.sharding.device_set == set(mesh.devices.flat):
             return leaf
-        return partition.place(self.config.handle, leaf, partition.REPLICATED)
+        return placement.place(self.config.handle, leaf, placement.REPLICATED)
 
 
 def _shardings(state: PipelineState) -> Shardings:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from xrex import pmap_checks, pmap_processes
-from xrex.pmap_checks import ABSENT, Leaf, ProcessReport
-from xrex.pmap_program import Call, Mapping, Program, broadcast_axes, build_program
+from xrex.checked_pmap import checks, processes
+from xrex.checked_pmap.checks import ABSENT, Leaf, ProcessReport
+from xrex.checked_pmap.program import Call, Mapping, Program, broadcast_axes, build_program
 
 # The axis's name when the caller gives none.
 _DEFAULT_AXIS_NAME = "_pmap_axis"
@@ -126,7 +126,7 @@ def pmap(
             if not programs:
                 _exchange_reports(mapping, size, accepted=False)
             raise
-        pmap_checks.check_reports(_exchange_reports(mapping, size, accepted=True))
+        checks.check_reports(_exchange_reports(mapping, size, accepted=True))
         programs[key] = program = build_program(mapping, call, chosen)
         return program, call
 
@@ -141,7 +141,7 @@ def pmap(
         program, call = find(args, kwargs)
         dynamic = call.args
         if jax.process_count() > 1:
-            shapes = pmap_processes.to_global_shapes(call.leaves, program.mesh, program.in_specs)
+            shapes = processes.to_global_shapes(call.leaves, program.mesh, program.in_specs)
             dynamic, kwargs = jax.tree.unflatten(call.treedef, shapes)
         if not kwargs:
             return program.run.lower(*dynamic)
@@ -168,11 +168,11 @@ def _checked_mapping(
     hash(axis_name)  # raises TypeError
     if isinstance(axis_name, tuple):
         raise TypeError(f"pmap maps over one axis, but axis_name is the tuple {axis_name!r}.")
-    pmap_checks.check_axes("in_axes", in_axes)
-    pmap_checks.check_axes("out_axes", out_axes)
-    static = pmap_checks.check_argnums("static_broadcasted_argnums", static_argnums)
-    donated = pmap_checks.check_argnums("donate_argnums", donate_argnums)
-    pmap_checks.check_static_and_donated(static, donated)
+    checks.check_axes("in_axes", in_axes)
+    checks.check_axes("out_axes", out_axes)
+    static = checks.check_argnums("static_broadcasted_argnums", static_argnums)
+    donated = checks.check_argnums("donate_argnums", donate_argnums)
+    checks.check_static_and_donated(static, donated)
     if devices is not None:
         devices = tuple(devices)
         if not devices:
@@ -187,7 +187,7 @@ def _checked_mapping(
         static_argnums=static,
         donate_argnums=donated,
         devices=devices,
-        axis_size=pmap_checks.check_axis_size_type(axis_size),
+        axis_size=checks.check_axis_size_type(axis_size),
     )
 
 
@@ -200,7 +200,7 @@ def _read_call(
     """Takes a call apart; `axes_of` remembers the axes for each tree of arguments."""
     statics: tuple[tuple[type, Any], ...] = ()
     if mapping.static_argnums:
-        pmap_checks.check_static_arguments(mapping.static_argnums, args)
+        checks.check_static_arguments(mapping.static_argnums, args)
         statics = tuple((type(args[i]), args[i]) for i in mapping.static_argnums)
         args = tuple(args[i] for i in _dynamic_argnums(mapping, len(args)))
     leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -216,7 +216,7 @@ def _read_call(
         sizes = set()
     size = sizes.pop() if len(sizes) == 1 else 0
     if not size:
-        size = pmap_checks.infer_axis_size(_describe_leaves(mapping, args, kwargs, axes))
+        size = checks.infer_axis_size(_describe_leaves(mapping, args, kwargs, axes))
     return Call(treedef, statics, size, axes, leaves, args)
 
 
@@ -291,15 +291,15 @@ def _choose_devices(mapping: Mapping, size: int) -> tuple[jax.Device, ...]:
     """The devices for `size` local entries, over all processes; checks axis_size against them."""
     if mapping.devices is not None:
         owners = [device.process_index for device in mapping.devices]
-        pmap_checks.check_axis_size(mapping.axis_size, size, len(set(owners)), len(mapping.devices))
-        pmap_checks.check_given_devices(owners, size, jax.process_index())
+        checks.check_axis_size(mapping.axis_size, size, len(set(owners)), len(mapping.devices))
+        checks.check_given_devices(owners, size, jax.process_index())
         return mapping.devices
-    processes = jax.process_count()
-    pmap_checks.check_axis_size(mapping.axis_size, size, processes)
-    pmap_checks.check_device_count(size, jax.local_device_count())
+    num_processes = jax.process_count()
+    checks.check_axis_size(mapping.axis_size, size, num_processes)
+    checks.check_device_count(size, jax.local_device_count())
     return tuple(
         device
-        for process in range(processes)
+        for process in range(num_processes)
         for device in jax.local_devices(process_index=process)[:size]
     )
 
@@ -318,12 +318,12 @@ def _exchange_reports(mapping: Mapping, size: int | None, *, accepted: bool) -> 
         local_axis_size=ABSENT if size is None else size,
         num_devices=ABSENT if mapping.devices is None else len(mapping.devices),
     )
-    return pmap_processes.gather_reports(report, devices)
+    return processes.gather_reports(report, devices)
 
 
 def _run_across_processes(program: Program, call: Call) -> Any:
     """Runs a program over several processes on this process's part of the arguments."""
-    leaves = pmap_processes.to_global(call.leaves, program.mesh, program.in_specs)
+    leaves = processes.to_global(call.leaves, program.mesh, program.in_specs)
     args, kwargs = jax.tree.unflatten(call.treedef, leaves)
     outputs = program.run(*args, kwargs) if kwargs else program.run(*args)
-    return pmap_processes.to_local(outputs, program.mesh, program.out_specs)
+    return processes.to_local(outputs, program.mesh, program.out_specs)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xrex import overlap, partition
-from xrex.context import AsyncEmbContextHandle
+from xrex import placement
+from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.training import overlap
 
 LossFunction = Callable[[Any, jax.Array, Any], jax.Array]
 
@@ -58,7 +59,8 @@ def loss_and_gradients(
       inputs: any pytree.
       beside: what to exchange. It is not issued before the loss is known, the backward pass does
         not begin before what it sends is there, and its last weight gradient waits for what
-        arrives, if it can (see `xrex.overlap`): so the exchange travels beside the backward pass.
+        arrives, if it can (see `xrex.training.overlap`): so the exchange travels beside the
+        backward pass.
 
     Returns:
       The gradients, and what arrives.
@@ -117,23 +119,23 @@ def accumulated_gradients(
 
 def _split(handle: AsyncEmbContextHandle, tree: Any, steps: int) -> Any:
     """Each rank's part of every leaf in `steps` runs: (n, ...) -> (steps, n / steps, ...)."""
-    spec = partition.token_spec(handle)
-    split = partition.shard_map(
+    spec = placement.token_spec(handle)
+    split = placement.shard_map(
         handle,
         lambda x: x.reshape(steps, -1, *x.shape[1:]),
         (spec,),
-        partition.micro_batch_spec(handle),
+        placement.micro_batch_spec(handle),
     )
-    return jax.tree.map(lambda x: split(partition.place(handle, x, spec)), tree)
+    return jax.tree.map(lambda x: split(placement.place(handle, x, spec)), tree)
 
 
 def _merge(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
     """Undoes `_split` for one array."""
-    spec = partition.micro_batch_spec(handle)
-    merge = partition.shard_map(
+    spec = placement.micro_batch_spec(handle)
+    merge = placement.shard_map(
         handle,
         lambda x: x.reshape(-1, *x.shape[2:]),
         (spec,),
-        partition.token_spec(handle),
+        placement.token_spec(handle),
     )
-    return merge(partition.place(handle, x, spec))
+    return merge(placement.place(handle, x, spec))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrex.context import AsyncEmbContextHandle
+from xrex.layout.handle import AsyncEmbContextHandle
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""`xrex.pmap`: its checks, its programs, and what processes agree on."""

@@ -1,0 +1,1 @@
+"""The training pipeline: its state, one step, and the gradients of a loss."""
