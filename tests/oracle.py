@@ -19,6 +19,7 @@ import numpy as np
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float32 = np.dtype(np.float32)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 OutOfRange = Literal["zero", "clip", "raise"]
 
@@ -92,7 +93,8 @@ def resolve(ids: np.ndarray, vocab: int, policy: IdPolicy = ZERO) -> Resolved:
             raise ValueError(f"id {token} at position {position} is outside the table")
         trained.append(row if inside and not is_padding else -1)
         nearest = min(max(row, 0), vocab - 1)
-        read.append(nearest if policy.out_of_range == "clip" else trained[-1])
+        clips = policy.out_of_range == "clip" and not is_padding
+        read.append(nearest if clips else trained[-1])
     return Resolved(np.array(read, np.int64), np.array(trained, np.int64))
 
 
@@ -178,7 +180,7 @@ def update(
         squares = np.where(in_table[:, None], gradients.astype(accumulate) ** 2, 0)
         square_sums = squares.sum(axis=1).astype(np.float32)
         norm = np.sqrt(square_sums.sum(dtype=np.float32))
-    valid = bool(np.isfinite(norm) and pending)
+    valid = bool(np.isfinite(norm) and np.isfinite(rule.learning_rate) and pending)
     has_row = np.append(in_table, False)
     segments = np.where((segment_ids >= 0) & (segment_ids < num_unique), segment_ids, num_unique)
     result = Result(norm, valid, int(np.sum(~has_row[segments])))
@@ -189,7 +191,8 @@ def update(
     accumulator = state.accumulator.copy()
     last_step = None if state.last_step is None else state.last_step.copy()
     for u, row in enumerate(unique_tokens.tolist()):
-        if not in_table[u] or not square_sums[u] > 0:
+        # Not by the square sum, which underflows for small gradients.
+        if not in_table[u] or not np.any(gradients[u]):
             continue
         elapsed = 1 if last_step is None else max(0, int(state.clock) - int(last_step[row]))
         table[row], accumulator[row] = _new_row(
@@ -214,11 +217,32 @@ def _new_row(
     half_life = np.inf if rule.half_life_steps is None else rule.half_life_steps
     decay = np.float32(np.exp(-elapsed * np.log(2.0) / half_life))
     kept = np.float32(np.exp(-elapsed * rule.weight_decay))
-    accumulator = np.float32(accumulator * decay) + np.float32(square_sum / np.float32(emb_width))
-    root = np.sqrt(accumulator) + np.float32(rule.eps)
-    step = -(np.float32(rule.learning_rate) / root)
-    kept_row = round_to(dtype, row.astype(np.float32) * kept)
-    return (kept_row + round_to(dtype, step * gradient)).astype(dtype), accumulator
+    with np.errstate(over="ignore"):
+        gained = np.float32(square_sum / np.float32(emb_width))
+        accumulator = saturate(np.float32, np.float32(accumulator * decay) + gained)
+        root = np.sqrt(accumulator) + np.float32(rule.eps)
+        step = saturate(np.float32, -(np.float32(rule.learning_rate) / root))
+        kept_row = round_to(dtype, row.astype(np.float32) * kept)
+        change = round_to(dtype, saturate(dtype, step * gradient))
+        return saturate(dtype, round_to(dtype, kept_row + change)).astype(dtype), accumulator
+
+
+def saturate(dtype: Any, x: np.ndarray) -> np.ndarray:
+    """Keeps float32 values at the largest finite one of the dtype."""
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    return np.minimum(np.maximum(x, -largest), largest)
+
+
+def bounded(grads: np.ndarray, segment_ids: np.ndarray) -> bool:
+    """Whether the sums that an update takes of the tokens' gradients are far from overflowing.
+
+    The norm of all sums is at most the sum of the tokens' own norms. In float64, so that the bound
+    is exact; a step in float32 may differ within a millionth of it.
+    """
+    trained = grads[segment_ids >= 0].astype(np.float64)
+    if not np.all(np.isfinite(trained)) or np.any(np.sum(trained**2, axis=1) > FLOAT32_MAX):
+        return False
+    return bool(4 * np.sum(np.sqrt(np.sum(trained**2, axis=1))) ** 2 <= FLOAT32_MAX)
 
 
 # Training
@@ -282,8 +306,10 @@ def train(
         while len(owed) > most:
             ids, gradients = owed.popleft()
             unique, segments, _ = compress(ids, table.shape[0], num_unique or len(ids), policy)
+            # One decision for table and dense model: the model's, and that of the sums' bound.
+            pending = gradients.pending and bounded(gradients.rows, segments)
             table, state, result = update(
-                rule, table, state, unique, gradients.rows, segments, gradients.pending
+                rule, table, state, unique, gradients.rows, segments, pending
             )
             results.append(result)
 

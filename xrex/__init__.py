@@ -17,8 +17,13 @@ from xrex.lookup import (
     lookup_start_per_shard,
 )
 from xrex.rules import RowwiseAdagrad, RowwiseAdagradState, UpdateRule
-from xrex.tokens import CompressedTokens, compress_token_ids, compress_token_ids_per_shard
-from xrex.training.pipeline import Pipeline, make_pipeline
+from xrex.tokens import (
+    CompressedTokens,
+    UniqueTokens,
+    compress_token_ids,
+    compress_token_ids_per_shard,
+)
+from xrex.training.pipeline import Pipeline, Run, make_pipeline
 from xrex.training.state import Batch, PipelineState, StepMetrics
 from xrex.update import (
     GradientUpdate,
@@ -43,7 +48,9 @@ __all__ = [
     "PipelineState",
     "RowwiseAdagrad",
     "RowwiseAdagradState",
+    "Run",
     "StepMetrics",
+    "UniqueTokens",
     "UpdatePin",
     "UpdateResult",
     "UpdateRule",

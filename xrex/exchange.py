@@ -38,6 +38,13 @@ def sum_over_ranks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, handle.table_axis)
 
 
+def any_over_ranks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
+    """Whether a bool is true on some rank, elementwise; a byte each on the wire."""
+    if not handle.table_axis:
+        return x
+    return jax.lax.pmax(x.astype(jnp.uint8), handle.table_axis) > 0
+
+
 def blocks_to_rows(blocks: jax.Array) -> jax.Array:
     """Columns that arrived from each rank, side by side: (G, T, w) -> (T, G * w)."""
     group_size, tokens, width = blocks.shape

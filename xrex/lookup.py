@@ -7,21 +7,12 @@ are for people who write their own `shard_map`, and take one rank's arrays.
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import api as kernels
 from xrex import exchange, placement
+from xrex.checks import check_shape, check_table
 from xrex.layout.handle import AsyncEmbContextHandle
-from xrex.tokens import (
-    check_shape,
-    check_token_ids,
-    check_vocab,
-    gather_token_ids_per_shard,
-    resolve_ids,
-)
-
-TABLE_DTYPES = (jnp.bfloat16, jnp.float32)
+from xrex.tokens import check_token_ids, gather_token_ids_per_shard, resolve_ids
 
 
 class LookupPin(NamedTuple):
@@ -59,7 +50,7 @@ def lookup_start(
       TypeError: ids that are not integers, a table of another dtype, or `jax.grad` with respect to
         the table: its gradients are those of `lookup_done`'s rows, which `update_start` takes.
     """
-    check_table(handle, table)
+    check_table(table, handle.emb_width)
     ids = check_token_ids(handle, token_ids, table.shape[0])
     table = placement.place(handle, table, placement.table_spec(handle))
     return _lookup_start(handle, ids, table, gate)
@@ -96,7 +87,7 @@ def lookup_start_per_shard(
       table: (vocab, shard_width), this rank's columns.
       gate: as in `lookup_start`.
     """
-    check_table_shard(handle, table)
+    check_table(table, handle.shard_width)
     all_ids = gather_token_ids_per_shard(handle, token_ids, table.shape[0])
     rows = gather_for_exchange(handle, all_ids, table)
     return LookupPin(exchange.exchange_blocks(handle, gated(rows, gate)))
@@ -144,24 +135,6 @@ def gated(x: jax.Array, gate: jax.Array | None) -> jax.Array:
         return x
     x, _ = jax.lax.optimization_barrier((x, gate))
     return x
-
-
-def check_table(handle: AsyncEmbContextHandle, table: jax.Array | np.ndarray) -> None:
-    """Raises unless the table has the handle's width and a dtype that tables may have."""
-    _check_table(table, handle.emb_width)
-
-
-def check_table_shard(handle: AsyncEmbContextHandle, table: jax.Array) -> None:
-    """`check_table` for one shard."""
-    _check_table(table, handle.shard_width)
-
-
-def _check_table(table: jax.Array | np.ndarray, width: int) -> None:
-    if table.ndim != 2 or table.shape[1] != width:
-        raise ValueError(f"async_emb table has shape {table.shape}, and must have (vocab, {width})")
-    check_vocab(table.shape[0])
-    if table.dtype not in TABLE_DTYPES:
-        raise TypeError(f"async_emb table must be bfloat16 or float32, not {table.dtype}")
 
 
 @jax.custom_jvp

@@ -1,13 +1,15 @@
 """Every PartitionSpec of xrex, written once, and the way arrays get to them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from xrex.checks import check_devices
 from xrex.layout.handle import AsyncEmbContextHandle
 
 REPLICATED = P()
@@ -64,15 +66,28 @@ def shard_map(
     """`jax.shard_map` over the handle's mesh.
 
     Replication is not checked by type: the table is replicated over axes of size 1 and over axes
-    outside of both tuples in ways that only the layout's rules can see.
+    outside of both tuples in ways that only the layout's requirements can see.
     """
+    check_devices(handle)
     return jax.shard_map(
         body, mesh=handle.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
+def sharding(handle: AsyncEmbContextHandle, spec: P, ndim: int) -> NamedSharding:
+    """The sharding of an array of so many dimensions: one object for each, in every call."""
+    check_devices(handle)
+    if AxisType.Explicit in handle.mesh.axis_types:
+        # As computations on explicit axes return it: P() and P(None) are two types to jax.jit.
+        spec = P(*spec, *[None] * (ndim - len(spec)))
+    return NamedSharding(cast(Mesh, handle.mesh), spec)
+
+
 def place(handle: AsyncEmbContextHandle, tree: Any, specs: Any) -> Any:
-    """Brings arrays to their specs: by a transfer outside of jit, by resharding in a trace."""
+    """Brings arrays to their specs: by a transfer outside of jit, by resharding in a trace.
+
+    What lies in NumPy's memory is copied: the caller may write to it as soon as this returns.
+    """
     return jax.tree.map(
         lambda leaf, spec: _place_leaf(handle, leaf, spec),
         tree,
@@ -84,15 +99,68 @@ def place(handle: AsyncEmbContextHandle, tree: Any, specs: Any) -> Any:
 def _place_leaf(handle: AsyncEmbContextHandle, leaf: Any, spec: P) -> Any:
     if leaf is None:
         return None
-    explicit = AxisType.Explicit in handle.mesh.axis_types
-    if explicit:
-        # As computations on explicit axes return it: P() and P(None) are two types to jax.jit.
-        spec = P(*spec, *[None] * (np.ndim(leaf) - len(spec)))
+    wanted = sharding(handle, spec, np.ndim(leaf))
     if not isinstance(leaf, jax.core.Tracer):
-        return jax.device_put(leaf, NamedSharding(handle.mesh, spec))
-    if explicit:
-        return jax.sharding.reshard(leaf, NamedSharding(handle.mesh, _explicit_part(handle, spec)))
+        return put(leaf, wanted)
+    if AxisType.Explicit in handle.mesh.axis_types:
+        return jax.sharding.reshard(leaf, NamedSharding(wanted.mesh, _explicit_part(handle, spec)))
     return leaf
+
+
+def as_returned(handle: AsyncEmbContextHandle, leaf: jax.Array) -> Sharding:
+    """The sharding of an array on the mesh, as a program that keeps it returns it."""
+    if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == handle.mesh:
+        return sharding(handle, leaf.sharding.spec, leaf.ndim)
+    return leaf.sharding
+
+
+def put(leaf: Any, wanted: Sharding) -> jax.Array:
+    """One array, or number, on its devices; with a type of its own, and no memory of NumPy's.
+
+    Without the copy XLA takes over the memory of a NumPy array that happens to be aligned to 64
+    bytes, and reads it some time after the call.
+    """
+    if not isinstance(leaf, jax.Array):
+        leaf = np.array(leaf, dtype=jnp.result_type(leaf), copy=True)
+    elif is_weak(leaf):  # As of jnp.asarray(1.0): a type that no step returns.
+        leaf = leaf.astype(leaf.dtype)
+    return jax.device_put(leaf, wanted)
+
+
+def is_weak(leaf: jax.Array) -> bool:
+    """Whether an array has a weak type, as Python numbers do; random keys have none."""
+    return getattr(leaf, "weak_type", False)
+
+
+def put_copy(leaf: Any, wanted: Sharding) -> jax.Array:
+    """`put` for what a caller may write to later: JAX arrays on a CPU may be NumPy's memory, too.
+
+    So are those of `jnp.from_dlpack` and, at times, of `jnp.asarray`.
+    """
+    if isinstance(leaf, jax.Array) and _may_be_numpys(leaf):
+        leaf = np.asarray(leaf)
+    return put(leaf, wanted)
+
+
+def _may_be_numpys(leaf: jax.Array) -> bool:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not leaf.is_fully_addressable:
+        return False
+    devices: list[Any] = list(leaf.sharding.device_set)
+    return len(devices) == 1 and devices[0].platform == "cpu"
+
+
+def constrain(handle: AsyncEmbContextHandle, x: jax.Array, spec: P) -> jax.Array:
+    """Holds a traced array to its spec; explicit axes carry it in the type."""
+    if AxisType.Explicit in handle.mesh.axis_types:
+        return place(handle, x, spec)
+    return jax.lax.with_sharding_constraint(x, sharding(handle, spec, x.ndim))
+
+
+def is_on_mesh(handle: AsyncEmbContextHandle, leaf: jax.Array) -> bool:
+    """Whether an array lies on the devices of the mesh, all of them, in a sharding of its own."""
+    return isinstance(leaf.sharding, NamedSharding) and leaf.sharding.device_set == set(
+        cast(Mesh, handle.mesh).devices.flat
+    )
 
 
 def _explicit_part(handle: AsyncEmbContextHandle, spec: P) -> P:

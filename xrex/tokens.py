@@ -1,5 +1,7 @@
-"""Token ids: their checks, what an id outside the table means, and the batch's distinct ids."""
+"""Token ids: what an id outside the table means, and the batch's distinct ids."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -8,16 +10,64 @@ import numpy as np
 from jax.experimental import checkify
 
 from xrex import exchange, placement
+from xrex.checks import as_int32, check_shape, check_vocab, host_values, raise_first
 from xrex.layout.handle import AsyncEmbContextHandle
 
-_INT32 = np.iinfo(np.int32)
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UniqueTokens:
+    """The distinct ids of a batch, and the table that they were found for.
+
+    An array for NumPy and `jax.numpy`. It remembers `vocab`, so that `update_start` can refuse a
+    table of another size, traced or not.
+
+    Attributes:
+      ids: each distinct id once, ascending; `vocab` behind the last.
+        # shape=(num_unique,), dtype=jnp.int32, replicated
+      vocab: rows of the table; static.
+    """
+
+    ids: jax.Array
+    vocab: int = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of `ids`."""
+        return self.ids.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of `ids`."""
+        return self.ids.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The ids, for NumPy."""
+        return np.array(self.ids, dtype=dtype, copy=copy)
+
+    def __jax_array__(self) -> jax.Array:
+        """The ids, for `jax.numpy`."""
+        return self.ids
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        """Some of the ids."""
+        return self.ids[index]
+
+    def __len__(self) -> int:
+        """The capacity."""
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        """The ids, one after the other."""
+        return iter(self.ids)
 
 
 class CompressedTokens(NamedTuple):
     """The distinct ids of a batch, and where each token's id stands among them.
 
     Attributes:
-      unique_tokens: each distinct id once, ascending; `vocab` behind the last.
+      unique_tokens: each distinct id once, ascending; `vocab` behind the last. When there are more
+        than `num_unique`, the largest are left out.
         # shape=(num_unique,), dtype=jnp.int32, replicated
       segment_ids: the position of a token's id in `unique_tokens`, or -1 for a token that gets no
         gradient.  # shape=(tokens_per_batch,), dtype=jnp.int32, sharded over the data axis
@@ -25,7 +75,7 @@ class CompressedTokens(NamedTuple):
         # shape=(), dtype=jnp.int32, replicated
     """
 
-    unique_tokens: jax.Array
+    unique_tokens: UniqueTokens
     segment_ids: jax.Array
     dropped: jax.Array
 
@@ -48,14 +98,13 @@ def resolve_ids(handle: AsyncEmbContextHandle, ids: jax.Array, vocab: int) -> Re
     With vocab=8 and out_of_range="clip", ids [3, -1, 9, -20] read rows [3, 7, 7, 0] and train
     rows [3, 7, -1, -1]; with "zero" they read and train rows [3, -1, -1, -1].
     """
-    rows = ids
-    if handle.out_of_range == "clip":
-        rows = jnp.where((ids < 0) & (ids >= -vocab), ids + vocab, ids)
-    trainable = (rows >= 0) & (rows < vocab)
+    clips = handle.out_of_range == "clip"
+    rows = jnp.where((ids < 0) & (ids >= -vocab), ids + vocab, ids) if clips else ids
+    is_token = jnp.ones(ids.shape, bool)
     if handle.padding_id is not None:
-        trainable &= (ids != handle.padding_id) & (rows != handle.padding_id)
-    trained = jnp.where(trainable, rows, -1)
-    read = jnp.clip(rows, 0, vocab - 1) if handle.out_of_range == "clip" else trained
+        is_token = (ids != handle.padding_id) & (rows != handle.padding_id)
+    trained = jnp.where(is_token & (rows >= 0) & (rows < vocab), rows, -1)
+    read = jnp.where(is_token, jnp.clip(rows, 0, vocab - 1), -1) if clips else trained
     return ResolvedIds(read, trained)
 
 
@@ -136,7 +185,8 @@ def compress_gathered(
     segments = jnp.searchsorted(unique, keys).astype(jnp.int32)
     found = (keys < vocab) & (unique.at[segments].get(mode="clip") == keys)
     dropped = jnp.sum((ordered < vocab) & (position >= num_unique), dtype=jnp.int32)
-    return CompressedTokens(unique, jnp.where(found, segments, -1), dropped)
+    segments = jnp.where(found, segments, -1)
+    return CompressedTokens(UniqueTokens(unique, int(vocab)), segments, dropped)
 
 
 def compressed_specs(handle: AsyncEmbContextHandle) -> Any:
@@ -159,21 +209,6 @@ def _compress(handle: AsyncEmbContextHandle, vocab: int, ids: jax.Array) -> Comp
         return placement.shard_map(handle, body, (spec,), compressed_specs(handle))(ids)
 
 
-def check_vocab(vocab: int) -> None:
-    """Raises ValueError unless `vocab` is a positive integer that int32 ids can reach."""
-    is_integer = isinstance(vocab, int | np.integer) and not isinstance(vocab, bool)
-    if not is_integer or not 0 < vocab <= _INT32.max:
-        raise ValueError(
-            f"async_emb vocab={vocab!r} must be a positive integer of at most {_INT32.max}"
-        )
-
-
-def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the array has the shape."""
-    if np.shape(x) != shape:
-        raise ValueError(f"async_emb {name} has shape {np.shape(x)}, and must have {shape}")
-
-
 def check_token_ids(
     handle: AsyncEmbContextHandle, token_ids: jax.typing.ArrayLike, vocab: int
 ) -> jax.Array:
@@ -193,54 +228,12 @@ def check_token_ids(
         if isinstance(ids, jax.core.Tracer):
             _check_traced_range(handle, ids, vocab)
         else:
-            values = _host_values("token_ids", ids)
+            values = host_values("token_ids", ids)
             outside = _is_outside(handle, values, vocab)
-            _raise_first("token_ids", values, outside, f"is outside the table of {vocab} rows")
+            raise_first("token_ids", values, outside, f"is outside the table of {vocab} rows")
     if isinstance(ids, jax.core.Tracer):
         return ids
-    return placement.place(handle, ids, placement.token_spec(handle))
-
-
-def as_int32(name: str, ids: jax.typing.ArrayLike) -> Any:
-    """Integers as int32, never truncated: NumPy for a host array, else a device array or tracer.
-
-    Raises:
-      ValueError: a value that does not fit in int32.
-      TypeError: not integers, or a traced array of a type wider than int32.
-    """
-    array: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"async_emb {name} must be integers, not {array.dtype}")
-    if not np.can_cast(array.dtype, np.int32):
-        if isinstance(array, jax.core.Tracer):
-            error = TypeError(
-                f"async_emb {name} of type {array.dtype} cannot be checked in a traced function"
-            )
-            error.add_note("Cast them to int32, or pass them to xrex outside of jit.")
-            raise error
-        array = _host_values(name, array)
-        too_wide = (array < _INT32.min) | (array > _INT32.max)
-        _raise_first(name, array, too_wide, "does not fit in int32")
-    return array.astype(np.int32)
-
-
-def _host_values(name: str, ids: Any) -> np.ndarray:
-    """The values of a concrete array, for a check on the host."""
-    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
-        error = TypeError(
-            f"async_emb {name} are spread over several processes, so their values cannot be "
-            "checked on the host"
-        )
-        error.add_note("Pass int32 ids, and out_of_range='zero' or 'clip'.")
-        raise error
-    return np.asarray(ids)
-
-
-def _raise_first(name: str, values: np.ndarray, bad: np.ndarray, complaint: str) -> None:
-    if bad.any():
-        position = int(np.argmax(bad.ravel()))
-        value = values.ravel()[position]
-        raise ValueError(f"async_emb {name}: id {value} at position {position} {complaint}")
+    return placement.put_copy(ids, placement.sharding(handle, placement.token_spec(handle), 1))
 
 
 def _is_outside(handle: AsyncEmbContextHandle, ids: Any, vocab: int) -> Any:

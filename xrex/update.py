@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import api as kernels
 from xrex import exchange, placement
+from xrex.checks import TABLE_DTYPES, as_int32, check_shape, check_table
 from xrex.layout.handle import AsyncEmbContextHandle
-from xrex.lookup import TABLE_DTYPES, check_table, check_table_shard, gated
-from xrex.rules.base import TouchedRows, UpdateRule, check_state
-from xrex.tokens import as_int32, check_shape
+from xrex.lookup import gated
+from xrex.rules.base import TouchedRows, UpdateRule, check_state, is_finite
+from xrex.tokens import UniqueTokens
 
 
 class GradientUpdate(NamedTuple):
@@ -24,7 +25,8 @@ class GradientUpdate(NamedTuple):
 
     Attributes:
       unique_tokens: ids of the rows to train, those inside the table distinct; any other is
-        dropped.  # shape=(num_unique,), dtype=jnp.int32, replicated
+        dropped. `UniqueTokens`, as `compress_token_ids` makes them, or an array.
+        # shape=(num_unique,), dtype=jnp.int32, replicated
       grads: each token's gradient.
         # shape=(tokens_per_batch, emb_width), bfloat16 or float32, sharded `P(data_axis, None)`
       segment_ids: the position of each token's id in `unique_tokens`; -1 for a token that has no
@@ -33,7 +35,7 @@ class GradientUpdate(NamedTuple):
         # shape=(), dtype=bool
     """
 
-    unique_tokens: jax.Array
+    unique_tokens: Any
     grads: jax.Array
     segment_ids: jax.Array
     pending: jax.Array | bool = True
@@ -45,7 +47,8 @@ class UpdateResult(NamedTuple):
     Attributes:
       norm: the root of all summed gradients' squares; may be infinite or NaN, and then the update
         was skipped.  # shape=(), dtype=jnp.float32
-      valid: whether the update was applied: it was pending and its norm is finite.
+      valid: whether the update was applied: it was pending, and its norm and every number that the
+        rule brings in (a traced learning rate) are finite.
         # shape=(), dtype=bool
       dropped: tokens whose gradient has no row to go to: out of range, padding, or left out for
         lack of room.  # shape=(), dtype=jnp.int32
@@ -78,9 +81,9 @@ def update_start(
     """Exchanges a batch's gradients and applies the rule to the rows they touch. Global arrays.
 
     A row is touched when its id is inside the table and its summed gradient, rounded to the
-    table's dtype, is not zero. Rows that are not touched keep every bit of row and state. Sums are
-    float32 and in a fixed order: the same bits in every run. If the norm of the sums is not finite,
-    nothing changes at all.
+    table's dtype, is not zero, however small. Rows that are not touched keep every bit of row and
+    state. Sums are float32 and in a fixed order: the same bits in every run. If the norm of the
+    sums or the rule's learning rate is not finite, nothing changes at all.
 
     Args:
       handle: the layout.
@@ -100,8 +103,8 @@ def update_start(
         listed twice (checked where their values are known: not in a trace).
       TypeError: a wrong dtype.
     """
-    check_table(handle, table)
-    update = _checked_update(handle, update, handle.tokens_per_batch)
+    check_table(table, handle.emb_width)
+    update = _checked_update(handle, update, handle.tokens_per_batch, table.shape[0])
     check_state(rule, state, table.shape[0], handle.emb_width)
     _check_distinct(update.unique_tokens, table.shape[0])
     arrays = placement.place(handle, (update, table, state), _specs(handle, state))
@@ -142,8 +145,8 @@ def update_start_per_shard(
     Raises:
       ValueError, TypeError: as `update_start`, for shapes and types; values are not looked at.
     """
-    check_table_shard(handle, table)
-    update = _checked_update(handle, update, handle.tokens_per_rank)
+    check_table(table, handle.shard_width)
+    update = _checked_update(handle, update, handle.tokens_per_rank, table.shape[0])
     check_state(rule, state, table.shape[0], handle.shard_width)
     update = update._replace(grads=gated(update.grads, gate))
     return apply_update(handle, rule, update, table, state)
@@ -166,8 +169,10 @@ def apply_update(
     square_sums = jnp.where(in_table, square_sums, jnp.zeros((), jnp.float32))
     square_sums = exchange.sum_over_ranks(handle, square_sums)
     norm = jnp.sqrt(jnp.sum(square_sums))
-    valid = jnp.isfinite(norm) & jnp.asarray(update.pending)
-    touched = in_table & (square_sums > 0) & valid
+    valid = jnp.isfinite(norm) & is_finite(rule) & jnp.asarray(update.pending)
+    # Not by the square sums: those of small gradients underflow to zero.
+    has_gradient = exchange.any_over_ranks(handle, jnp.any(gradients != 0, axis=1))
+    touched = in_table & has_gradient & valid
     rows = TouchedRows(jnp.where(touched, unique, vocab), gradients, square_sums, valid)
     table, state = rule.apply(
         table, state, rows, emb_width=handle.emb_width, implementation=handle.implementation
@@ -196,15 +201,23 @@ def _sum_gradients(
     )
 
 
-def _specs(handle: AsyncEmbContextHandle, state: Any) -> tuple[GradientUpdate, P, Any]:
-    """The specs of an update, a table and a state."""
-    update = GradientUpdate(
-        unique_tokens=placement.REPLICATED,  # type: ignore[arg-type]
+def update_specs(handle: AsyncEmbContextHandle) -> GradientUpdate:
+    """The specs of a batch's gradients."""
+    return GradientUpdate(
+        unique_tokens=placement.REPLICATED,
         grads=placement.token_rows_spec(handle),  # type: ignore[arg-type]
         segment_ids=placement.token_spec(handle),  # type: ignore[arg-type]
         pending=placement.REPLICATED,  # type: ignore[arg-type]
     )
-    return update, placement.table_spec(handle), placement.state_specs(handle, state)
+
+
+def _specs(handle: AsyncEmbContextHandle, state: Any) -> tuple[GradientUpdate, P, Any]:
+    """The specs of an update, a table and a state."""
+    return (
+        update_specs(handle),
+        placement.table_spec(handle),
+        placement.state_specs(handle, state),
+    )
 
 
 @jax.jit(static_argnums=0)
@@ -230,12 +243,21 @@ def _update_start(
 
 
 def _checked_update(
-    handle: AsyncEmbContextHandle, update: GradientUpdate, tokens: int
+    handle: AsyncEmbContextHandle, update: GradientUpdate, num_tokens: int, vocab: int
 ) -> GradientUpdate:
     """The update of so many tokens, with its ids as int32 and `pending` as an array."""
+    if isinstance(update.unique_tokens, UniqueTokens):
+        if update.unique_tokens.vocab != vocab:
+            error = ValueError(
+                f"async_emb unique_tokens were found with vocab={update.unique_tokens.vocab}, and "
+                f"the table has {vocab} rows"
+            )
+            error.add_note(f"Pass vocab={vocab} to compress_token_ids.")
+            raise error
+        update = update._replace(unique_tokens=update.unique_tokens.ids)
     check_shape("unique_tokens", update.unique_tokens, (handle.num_unique,))
-    check_shape("grads", update.grads, (tokens, handle.emb_width))
-    check_shape("segment_ids", update.segment_ids, (tokens,))
+    check_shape("grads", update.grads, (num_tokens, handle.emb_width))
+    check_shape("segment_ids", update.segment_ids, (num_tokens,))
     check_shape("pending", update.pending, ())
     if update.grads.dtype not in TABLE_DTYPES:
         raise TypeError(f"async_emb grads must be bfloat16 or float32, not {update.grads.dtype}")

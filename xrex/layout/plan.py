@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from xrex.checks import TABLE_DTYPES, check_vocab
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.layout.plan_memory import MemoryPlan, plan_memory
 from xrex.layout.plan_wire import CollectivePlan, NodePlan, plan_nodes, plan_wire
-from xrex.lookup import TABLE_DTYPES
 from xrex.rules import RowwiseAdagrad
 from xrex.rules.base import UpdateRule
-from xrex.tokens import check_vocab
 
 # Below it, a message costs its latency more than its bytes.
 SMALL_MESSAGE_BYTES = 4096

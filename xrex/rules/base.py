@@ -55,6 +55,15 @@ class UpdateRule(Protocol):
         """
 
 
+def is_finite(rule: UpdateRule) -> jax.Array:
+    """Whether every number that a rule brings in, such as a traced learning rate, is finite."""
+    finite = jnp.ones((), bool)
+    for leaf in jax.tree.leaves(rule):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            finite &= jnp.all(jnp.isfinite(leaf))
+    return finite
+
+
 def check_state(rule: UpdateRule, state: Any, vocab: int, columns: int) -> None:
     """Raises unless the state is one that `rule.init(vocab)` could have grown into.
 
@@ -99,6 +108,12 @@ def read_values(values: jax.Array, ids: jax.Array) -> jax.Array:
 def write_values(values: jax.Array, ids: jax.Array, new: jax.Array) -> jax.Array:
     """Sets one value a row, (vocab,), at `ids`; skips those behind the last row."""
     return values.at[ids].set(new.astype(values.dtype), mode="drop")
+
+
+def saturate(dtype: jax.typing.DTypeLike, x: jax.Array) -> jax.Array:
+    """Keeps float32 values at the largest finite one of `dtype`; NaN stays NaN."""
+    largest = jnp.float32(jnp.finfo(dtype).max)
+    return jnp.minimum(jnp.maximum(x, -largest), largest)
 
 
 def tick(clock: jax.Array, valid: jax.Array) -> jax.Array:

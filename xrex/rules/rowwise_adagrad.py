@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import api as kernels
-from xrex.rules.base import TouchedRows, read_values, tick, write_values
+from xrex.rules.base import TouchedRows, read_values, saturate, tick, write_values
 
 # The positive numbers of float32; XLA flushes smaller ones to zero.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -42,6 +42,9 @@ class RowwiseAdagrad:
 
         accumulator <- accumulator * d + q / emb_width
         row <- bf(bf(row * w) + bf(-(learning_rate / (sqrt(accumulator) + eps)) * G))
+
+    What exceeds the largest finite number, of float32 or of the table's dtype, is kept at it: rows
+    and accumulators stay finite.
 
     Eagerly, each update decays by d = 2^(-1 / half_life_steps) and w = exp(-weight_decay). Lazily,
     a row catches up with the n = max(0, clock - last_step) updates since its own last one:
@@ -112,9 +115,9 @@ class RowwiseAdagrad:
         """See `UpdateRule.apply`."""
         elapsed, last_step = self._elapsed(state, rows)
         accumulator = read_values(state.accumulator, rows.ids) * self._accumulator_decay(elapsed)
-        accumulator += rows.square_sums / emb_width
+        accumulator = saturate(jnp.float32, accumulator + rows.square_sums / emb_width)
         rate = jnp.asarray(self.learning_rate, jnp.float32)
-        step = -(rate / (jnp.sqrt(accumulator) + jnp.float32(self.eps)))
+        step = saturate(jnp.float32, -(rate / (jnp.sqrt(accumulator) + jnp.float32(self.eps))))
         (table,) = kernels.update_rows(
             (table,),
             rows.ids,
@@ -174,7 +177,8 @@ def _row_function(dtype: jax.typing.DTypeLike) -> kernels.RowFunction:
     ) -> tuple[jax.Array, ...]:
         (row,), (gradient,), (decay, step) = rows, operands, scalars
         kept = kernels.round_to(dtype, row * decay)
-        return (kernels.round_to(dtype, kept + kernels.round_to(dtype, step * gradient)),)
+        change = kernels.round_to(dtype, saturate(dtype, step * gradient))
+        return (saturate(dtype, kernels.round_to(dtype, kept + change)),)
 
     return new_rows
 

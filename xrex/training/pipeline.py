@@ -12,40 +12,56 @@ So batch k is read from a table that holds the updates of batches up to k - 2. A
 is in the state, so that the halves of an exchange cannot be mismatched.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, Sharding
 
-from xrex import placement
+from xrex.checks import INT32, check_devices, check_table, check_vocab
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.layout.layout import is_positive_integer
-from xrex.lookup import check_table
-from xrex.tokens import check_token_ids, check_vocab
+from xrex.rules.base import check_state
+from xrex.tokens import check_token_ids
+from xrex.training import dense_params as dense
+from xrex.training import inputs, state_placement
 from xrex.training import step as train_step
-from xrex.training.gradients import LossFunction
+from xrex.training.config import DenseOptimizer, LossFunction, RuleOrSchedule, StepConfig
 from xrex.training.state import Batch, PipelineState, StepMetrics
-from xrex.training.step import DenseOptimizer, RuleOrSchedule, StepConfig
 from xrex.update import UpdateResult
-
-Shardings = tuple[Sharding | None, ...]
 
 
 class Pipeline:
     """Compiled training steps of one model. Made by `make_pipeline`; holds no state of its own.
 
     A run starts idle (`init`), holds one batch from `start` on, and is idle again after `finish`;
-    `run` does all of it. Each call takes the state over: its arrays, save those of the batch, are
-    donated to the step, which updates them in place; use only the state that a call returns.
+    `run` does all of it. `step`, `flush` and `finish` take the state over: its arrays, save those
+    of the batch, are donated to the program, which updates them in place; use only the state that
+    a call returns. Whatever a call raises before it launches its program leaves the state as it
+    was, to be used again: a bad batch, an error of the loss function, calls out of order.
+
+    A state may be put together from saved arrays, of NumPy or JAX, as a whole (`PipelineState`) or
+    in parts (`init`, `state._replace`), idle or with a batch held: training goes on with the same
+    bits as if it had never stopped.
     """
 
     def __init__(self, config: StepConfig) -> None:
         """Use `make_pipeline`, which checks the configuration."""
         self.config = config
+        # Compiled programs, by what they are called with; and the batches known to be trainable.
+        self._programs: dict[Hashable, Any] = {}
+        self._trainable: set[Hashable] = set()
+
+    def without_donation(self) -> "Pipeline":
+        """The same steps, but each leaves the state that it was given usable.
+
+        With it, an error of a device in the middle of a step (of a callback in the loss, or for
+        lack of memory) loses nothing either: `run` waits for each step, and its `state` is the last
+        one that is whole. The price is a second table and state while a step runs.
+        """
+        return Pipeline(dataclasses.replace(self.config, donate=False))
 
     def init(
         self,
@@ -54,82 +70,105 @@ class Pipeline:
         *,
         rule_state: Any = None,
         optimizer_state: Any = None,
+        step: Any = None,
     ) -> PipelineState:
         """The idle state: no batch is held and nothing is in flight.
 
+        To go on with a run that was saved, pass all five. For example, after
+        `saved = jax.tree.map(np.asarray, state)` of an idle state,
+        `init(saved.table, saved.dense_params, rule_state=saved.rule_state,
+        optimizer_state=saved.optimizer_state, step=saved.step)` goes on where it stopped.
+
         Args:
-          table: (vocab, emb_width) bfloat16 or float32, on the host or sharded
-            `P(None, table_axis)`; the state takes it over.
-          dense_params: any pytree, copied; leaves that are not on the mesh yet are replicated.
-          rule_state: to go on from, taken over; a fresh one where None.
+          table: (vocab, emb_width) bfloat16 or float32. Copied, unless it is a JAX array sharded
+            `P(None, table_axis)` over several devices or on a GPU, which the state takes over.
+          dense_params: any pytree of arrays and numbers, copied; leaves that are not on the mesh
+            yet are replicated. Those that are no floating-point numbers are left alone.
+          rule_state: to go on from, copied or taken over like the table; a fresh one where None.
           optimizer_state: to go on from, copied; a fresh one where None.
+          step: batches trained so far, which schedules of the rule count; 0 where None.
 
         Raises:
-          ValueError: the table's shape is not (vocab, emb_width).
-          TypeError: the table is neither bfloat16 nor float32.
+          ValueError: the table's shape is not (vocab, emb_width); a state is not the rule's; `step`
+            is given and a state that goes with it is not.
+          TypeError: the table is neither bfloat16 nor float32; a dense leaf is no array.
         """
         handle, vocab = self.config.handle, self.config.vocab
         array: Any = table if isinstance(table, jax.Array) else np.asarray(table)
-        check_table(handle, array)
+        check_table(array, handle.emb_width)
         if array.shape[0] != vocab:
             raise ValueError(
                 f"async_emb table has {array.shape[0]} rows, and the pipeline has vocab={vocab}"
             )
+        dense.check("dense_params", dense_params)
+        rule = self.config.rule_at(jnp.zeros((), jnp.int32))
+        count: Any = np.int32(0) if step is None else step
+        fresh = PipelineState(array, rule_state, dense_params, optimizer_state, count)
+        if step is not None:
+            self._check_goes_on(fresh, rule)
         if rule_state is None:
-            rule_state = self.config.rule_at(jnp.zeros((), jnp.int32)).init(vocab)
+            fresh = fresh._replace(rule_state=rule.init(vocab))
+        check_state(rule, fresh.rule_state, vocab, handle.emb_width)
+        fresh = state_placement.in_place(handle, fresh._replace(optimizer_state=None))
+        fresh = fresh._replace(dense_params=jax.tree.map(jnp.copy, fresh.dense_params))
         if optimizer_state is None:
-            optimizer_state = self.config.dense_optimizer.init(dense_params)
-        copied = (dense_params, optimizer_state, jnp.zeros((), jnp.int32))
-        dense_params, optimizer_state, step = jax.tree.map(self._copy_to_mesh, copied)
-        specs = (placement.table_spec(handle), placement.state_specs(handle, rule_state))
-        array, rule_state = placement.place(handle, (array, rule_state), specs)
-        return PipelineState(array, rule_state, dense_params, optimizer_state, step)
+            trainable, _ = dense.split(fresh.dense_params)
+            optimizer_state = self.config.dense_optimizer.init(trainable)
+        # A copy: some optimizers keep the parameters themselves.
+        optimizer_state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), optimizer_state)
+        return state_placement.in_place(handle, fresh._replace(optimizer_state=optimizer_state))
 
     def start(self, state: PipelineState, batch: Batch) -> PipelineState:
         """Holds the first batch of a run; with staleness 1, starts its lookup.
+
+        The state that is passed stays usable.
 
         Raises:
           ValueError: a batch is held already; or as in `step`.
         """
         if state.current_batch is not None:
             raise ValueError("the pipeline holds a batch already: call step or finish, not start")
-        batch = self._checked(batch)
+        state = self._in_place(state)
+        batch = self._placed(batch)
         if self.config.staleness == 1:
-            state = self._start(_shardings(state), state, batch.token_ids)
+            lookup, update = self._start(batch.token_ids, state.table)
+            state = state._replace(current_lookup=lookup, previous_update=update)
+        self._check_trainable(state, batch)
         return state._replace(current_batch=batch)
 
     def step(self, state: PipelineState, next_batch: Batch) -> tuple[PipelineState, StepMetrics]:
         """Trains on the batch that is held, and holds the next one.
 
         Raises:
-          ValueError: no batch is held; ids of a wrong shape or that do not fit in int32; with
-            accumulation, an input that micro-batches do not divide. The state stays usable.
-          TypeError: ids that are not integers.
+          ValueError: no batch is held; ids of a wrong shape or that do not fit in int32; an input
+            that cannot be cut into micro-batches; a loss that is no floating-point scalar.
+          TypeError: ids that are not integers, an input that is no array.
+          Whatever the loss function raises for such a batch. The state stays usable in each case.
         """
         state, batch = self._release(state, "step")
-        next_batch = self._checked(next_batch)
-        if self.config.staleness == 1:
-            arguments = (state, batch.inputs, next_batch.token_ids)
-            state, metrics = self._step_ahead(_shardings(state), *arguments)
-        else:
-            state, metrics = self._step_now(_shardings(state), state, batch)
+        next_batch = self._placed(next_batch)
+        self._check_trainable(state, next_batch)
+        program, arguments = self._step_program(state, batch, next_batch)
+        state, metrics = program(*arguments)
         return state._replace(current_batch=next_batch), metrics
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, UpdateResult | None]:
         """Applies the deferred table update, so that the table holds all batches trained so far.
 
         Neutral: going on from the flushed state gives the same bits as never having flushed. The
-        batch that is held stays so, with the rows that were read for it.
+        batch that is held stays so, with the rows that were read for it. The result is in no later
+        step's metrics.
 
         Returns:
           The state, and the update's result; None where nothing is ever deferred (staleness 0, or
           an idle state).
         """
+        state = self._in_place(state)
         if state.previous_update is None:
             return state, None
-        batch = state.current_batch
-        state = state._replace(current_batch=None)
-        state, result = self._flush(_shardings(state), state)
+        batch, state = state.current_batch, state._replace(current_batch=None)
+        shardings = (state_placement.state_shardings(self.config.handle, state), None)
+        state, result = self._program(train_step.flush, shardings)(state)
         return state._replace(current_batch=batch), result
 
     def finish(self, state: PipelineState) -> tuple[PipelineState, StepMetrics]:
@@ -139,30 +178,23 @@ class Pipeline:
           ValueError: no batch is held.
         """
         state, batch = self._release(state, "finish")
-        if self.config.staleness == 1:
-            # What is in flight ends here: no output could take its buffers over.
-            in_flight = (state.current_lookup, state.previous_update)
-            state = state._replace(current_lookup=None, previous_update=None)
-            return self._finish(_shardings(state), state, in_flight, batch.inputs)
-        return self._step_now(_shardings(state), state, batch)
+        if self.config.staleness == 0:
+            program, arguments = self._step_program(state, batch, batch)
+            return program(*arguments)
+        # What is in flight ends here: no output could take its buffers over.
+        in_flight = (state.current_lookup, state.previous_update)
+        state = state._replace(current_lookup=None, previous_update=None)
+        shardings = (state_placement.state_shardings(self.config.handle, state), None)
+        return self._program(train_step.finish, shardings)(state, in_flight, batch.inputs)
 
-    def run(
-        self, state: PipelineState, batches: Iterable[Batch]
-    ) -> Iterator[tuple[PipelineState, StepMetrics]]:
-        """Trains on each batch in turn, from an idle state to an idle state.
+    def run(self, state: PipelineState, batches: Iterable[Batch]) -> "Run":
+        """Trains on each batch in turn; yields the state and the metrics after each.
 
-        Yields the state and the metrics after each batch. Read the state between two batches, but
-        pass it to no other method: to flush in the middle of a run, call `step` yourself.
+        From an idle state, or one that holds a batch, to an idle state. An exception, of the source
+        or of a step, loses nothing: `state` of what this returns is the newest state, and so is the
+        one that was yielded last (or, before the first, the one that was passed). See `Run`.
         """
-        iterator = iter(batches)
-        first = next(iterator, None)
-        if first is None:
-            return
-        state = self.start(state, first)
-        for batch in iterator:
-            state, metrics = self.step(state, batch)
-            yield state, metrics
-        yield self.finish(state)
+        return Run(self, state, batches)
 
     def lower_step(self, state: PipelineState, next_batch: Batch) -> Any:
         """The lowered step (`jax.stages.Lowered`), of a state that holds a batch.
@@ -170,115 +202,149 @@ class Pipeline:
         Takes shapes (`jax.ShapeDtypeStruct`) as well as arrays.
         """
         state, batch = self._release(state, "lower_step")
+        program, arguments = self._step_program(state, batch, next_batch)
+        return program.lower(*arguments)
+
+    def start_in_flight(self, state: PipelineState, batch: Batch) -> tuple[Any, Any]:
+        """The shapes and shardings of what `start` puts in flight; for planning, runs nothing."""
+        return self._start_program().eval_shape(batch.token_ids, state.table)
+
+    def _check_goes_on(self, state: PipelineState, rule: Any) -> None:
+        """Raises for a step that is none, or comes without the states that counted up to it."""
+        count = np.asarray(state.step)
+        if count.shape or count.dtype.kind not in "iu" or not 0 <= count <= INT32.max:
+            raise ValueError(f"step={state.step!r} must be a non-negative integer")
+        trainable, _ = dense.split(state.dense_params)
+        for name, fresh in (
+            ("rule_state", lambda: rule.init(self.config.vocab)),
+            ("optimizer_state", lambda: self.config.dense_optimizer.init(trainable)),
+        ):
+            if getattr(state, name) is None and jax.tree.leaves(jax.eval_shape(fresh)):
+                error = ValueError(f"step={state.step} goes on with a run, and {name} is missing")
+                error.add_note(f"Pass the saved {name} too, or a fresh one if that is meant.")
+                raise error
+
+    def _start(self, token_ids: jax.Array, table: jax.Array) -> Any:
+        return self._start_program()(token_ids, table)
+
+    def _start_program(self) -> Any:
+        handle = self.config.handle
+        shardings = (
+            state_placement.lookup_shardings(handle),
+            state_placement.update_shardings(handle),
+        )
+        return self._program(train_step.start, shardings, donates=False)
+
+    def _step_program(
+        self, state: PipelineState, batch: Batch, next_batch: Batch
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The program of a step, and what to call it with."""
+        shardings = (state_placement.state_shardings(self.config.handle, state), None)
         if self.config.staleness == 1:
-            arguments = (state, batch.inputs, next_batch.token_ids)
-            return self._step_ahead.lower(_shardings(state), *arguments)
-        return self._step_now.lower(_shardings(state), state, batch)
+            program = self._program(train_step.step_ahead, shardings)
+            return program, (state, batch.inputs, next_batch.token_ids)
+        return self._program(train_step.step_now, shardings), (state, batch)
 
-    @cached_property
-    def _start(self) -> Any:
-        return self._compiled(train_step.start)
+    def _program(self, body: Callable[..., Any], shardings: Any, *, donates: bool = True) -> Any:
+        """`body(config, ...)` compiled; donates its first argument, and returns these shardings.
 
-    @cached_property
-    def _step_now(self) -> Any:
-        return self._compiled(train_step.step_now)
+        With the shardings of results left to XLA, the next call would find others than it was
+        compiled for.
+        """
+        leaves, treedef = jax.tree.flatten(shardings)
+        key = (body, treedef, tuple(leaves))
+        if key not in self._programs:
 
-    @cached_property
-    def _step_ahead(self) -> Any:
-        return self._compiled(train_step.step_ahead)
+            def call(*arguments: Any) -> Any:
+                return body(self.config, *arguments)
 
-    @cached_property
-    def _flush(self) -> Any:
-        return self._compiled(train_step.flush)
+            call.__name__ = f"xrex_{body.__name__}"
+            donated = 0 if donates and self.config.donate else ()
+            self._programs[key] = jax.jit(call, donate_argnums=donated, out_shardings=shardings)
+        return self._programs[key]
 
-    @cached_property
-    def _finish(self) -> Any:
-        return self._compiled(train_step.finish)
+    def _check_trainable(self, state: PipelineState, batch: Batch) -> None:
+        """Traces the step that will train on a batch, so that what is wrong with it shows now.
 
-    def _compiled(self, body: Callable[..., Any]) -> Any:
-        """Compiles `body(config, state, ...)`; donates the state and keeps its shardings."""
+        Once for each kind of batch; the trace is the one that the step is compiled from.
+        """
+        leaves, treedef = jax.tree.flatten(batch.inputs)
+        key = (treedef, tuple((jnp.shape(leaf), dense.dtype_of(leaf)) for leaf in leaves))
+        if key in self._trainable:
+            return
+        program, arguments = self._step_program(state, batch, batch)
+        try:
+            program.trace(*arguments)
+        except Exception as error:
+            error.add_note("The batch was not taken, and the state is as it was.")
+            raise
+        self._trainable.add(key)
 
-        def call(shardings: Shardings, state: PipelineState, *arguments: Any) -> Any:
-            result = body(self.config, state, *arguments)
-            if isinstance(result, PipelineState):
-                return self._constrained(result, shardings)
-            return self._constrained(result[0], shardings), result[1]
-
-        return jax.jit(call, static_argnums=0, donate_argnums=1)
-
-    def _constrained(self, state: PipelineState, shardings: Shardings) -> PipelineState:
-        """The state, in the shardings in which it came: XLA is free to choose others."""
-        mesh = self.config.handle.mesh
-        if AxisType.Explicit in mesh.axis_types:
-            return state  # There, types carry shardings, and XLA has no choice.
-        specs = (
-            placement.table_spec(self.config.handle),
-            placement.state_specs(self.config.handle, state.rule_state),
-        )
-        table, rule_state = jax.tree.map(
-            lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
-            (state.table, state.rule_state),
-            specs,
-        )
-        leaves, treedef = jax.tree.flatten((state.dense_params, state.optimizer_state, state.step))
-        leaves = [
-            leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
-        dense_params, optimizer_state, step = jax.tree.unflatten(treedef, leaves)
-        return state._replace(
-            table=table,
-            rule_state=rule_state,
-            dense_params=dense_params,
-            optimizer_state=optimizer_state,
-            step=step,
-        )
+    def _in_place(self, state: PipelineState) -> PipelineState:
+        return state_placement.in_place(self.config.handle, state)
 
     def _release(self, state: PipelineState, call: str) -> tuple[PipelineState, Batch]:
         """The state without its batch, and the batch: it is the caller's, so never donated."""
         if state.current_batch is None:
             raise ValueError(f"the pipeline holds no batch: call start before {call}")
-        return state._replace(current_batch=None), state.current_batch
+        batch = state.current_batch
+        if not all(map(_is_settled, jax.tree.leaves(batch))):
+            batch = self._placed(batch)
+        return self._in_place(state._replace(current_batch=None)), batch
 
-    def _checked(self, batch: Batch) -> Batch:
-        """The batch with its ids checked and its host arrays placed on the mesh."""
-        token_ids, inputs = batch
+    def _placed(self, batch: Batch) -> Batch:
+        """The batch with its ids checked, copied to the mesh."""
+        token_ids, batch_inputs = batch
         ids = check_token_ids(self.config.handle, token_ids, self.config.vocab)
-        jax.tree_util.tree_map_with_path(self._check_splits, inputs)
-        return Batch(ids, jax.tree.map(self._place_input, inputs))
-
-    def _check_splits(self, path: Any, leaf: Any) -> None:
-        steps, group_size = self.config.accumulation_steps, self.config.handle.group_size
-        if steps > 1 and (np.ndim(leaf) == 0 or np.shape(leaf)[0] % (steps * group_size)):
-            raise ValueError(
-                f"inputs{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, and "
-                f"accumulation_steps={steps} on {group_size} ranks needs a first axis that is a "
-                f"multiple of {steps * group_size}"
-            )
-
-    def _place_input(self, leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array):
-            return leaf
-        handle = self.config.handle
-        divides = np.ndim(leaf) > 0 and np.shape(leaf)[0] % handle.group_size == 0
-        spec = placement.token_spec(handle) if divides else placement.REPLICATED
-        return placement.place(handle, leaf, spec)
-
-    def _copy_to_mesh(self, leaf: Any) -> jax.Array:
-        mesh = self.config.handle.mesh
-        leaf = jnp.array(leaf, copy=True)
-        if isinstance(leaf, jax.core.Tracer) or leaf.sharding.device_set == set(mesh.devices.flat):
-            return leaf
-        return placement.place(self.config.handle, leaf, placement.REPLICATED)
+        return Batch(ids, inputs.place(self.config, batch_inputs))
 
 
-def _shardings(state: PipelineState) -> Shardings:
-    """Shardings of the leaves that a step must hand back as they came; None where unknown."""
-    leaves = jax.tree.leaves((state.dense_params, state.optimizer_state, state.step))
-    return tuple(
-        None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-        for leaf in leaves
-    )
+def _is_settled(leaf: Any) -> bool:
+    """Whether a leaf of a held batch is as `start` and `step` leave it, or in a trace."""
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return True
+    return isinstance(leaf, jax.Array) and isinstance(leaf.sharding, jax.sharding.NamedSharding)
+
+
+class Run(Iterator[tuple[PipelineState, StepMetrics]]):
+    """A run over batches: an iterator over the state and the metrics after each.
+
+    The yielded state may be read, and the loop may be left at any point: go on from the state with
+    `step`, `finish` or another `run`. To change it in the middle, set `state`:
+    `run.state, result = pipeline.flush(run.state)`.
+
+    Attributes:
+      state: the newest state; after an exception, the one to go on from. A batch that it holds
+        (`current_batch`) was taken from the source and is trained next.
+    """
+
+    def __init__(self, pipeline: Pipeline, state: PipelineState, batches: Iterable[Batch]) -> None:
+        """Use `Pipeline.run`."""
+        self.state = state
+        self._pipeline = pipeline
+        self._steps = self._train(batches)
+
+    def __next__(self) -> tuple[PipelineState, StepMetrics]:
+        """Trains on the next batch."""
+        return next(self._steps)
+
+    def _train(self, batches: Iterable[Batch]) -> Iterator[tuple[PipelineState, StepMetrics]]:
+        pipeline = self._pipeline
+        for batch in batches:
+            if self.state.current_batch is None:
+                self.state = pipeline.start(self.state, batch)
+            else:
+                yield self._advance(pipeline.step(self.state, batch))
+        if self.state.current_batch is not None:
+            yield self._advance(pipeline.finish(self.state))
+
+    def _advance(
+        self, done: tuple[PipelineState, StepMetrics]
+    ) -> tuple[PipelineState, StepMetrics]:
+        if not self._pipeline.config.donate:
+            jax.block_until_ready(done)  # An error of a device is raised here, if there is one.
+        self.state = done[0]
+        return done
 
 
 def make_pipeline(
@@ -290,6 +356,7 @@ def make_pipeline(
     vocab: int,
     staleness: int = 0,
     accumulation_steps: int = 1,
+    per_example: Any = None,
 ) -> Pipeline:
     """Makes the training steps of a model with one sharded table.
 
@@ -297,18 +364,27 @@ def make_pipeline(
       handle: the layout.
       rule: the table's update rule, or a function from a batch's number (a traced int32) to one,
         for schedules: `lambda step: xrex.RowwiseAdagrad(learning_rate=schedule(step))`.
-      loss_fn: `loss_fn(dense_params, rows, inputs)` returns the loss, a floating-point scalar;
-        rows are (tokens_per_batch, emb_width) of the table's dtype, sharded over the data axis.
-      dense_optimizer: any `optax.GradientTransformation`.
+      loss_fn: `loss_fn(dense_params, rows, inputs)` returns the loss, a floating-point scalar, or
+        (loss, aux) with any pytree of arrays as aux, which reaches the metrics; rows are
+        (tokens_per_batch, emb_width) of the table's dtype, sharded over the data axis.
+      dense_optimizer: any `optax.GradientTransformation`; one with extra arguments gets `value`
+        (the loss), `grad` and `value_fn`.
       vocab: rows of the table.
       staleness: 0 for exact synchronous training, 1 to overlap.
       accumulation_steps: micro-batches in a batch. The loss is called for each, with its part of
-        the rows and of every leaf of the inputs (whose first axis must be the batch's); loss and
-        gradients are averaged, and table and dense model are updated once.
+        the rows and of every leaf of the inputs that is per example, and with all other leaves
+        (constants, counters, random keys) whole; loss and gradients are averaged in float32, and
+        table and dense model are updated once.
+      per_example: which leaves of the inputs are per example: a tree prefix of booleans, such as
+        {"labels": True, "class_weights": False}. By default those whose first axis is
+        `tokens_per_batch` long. Name them where examples have several tokens each, or where a
+        constant happens to be as long. Matters to `accumulation_steps` alone.
 
     Raises:
-      ValueError: a parameter is out of its range, or micro-batches do not divide a rank's tokens.
+      ValueError: a parameter is out of its range, micro-batches do not divide a rank's tokens, or
+        the handle's mesh has no devices.
     """
+    check_devices(handle)
     check_vocab(vocab)
     if staleness not in (0, 1) or isinstance(staleness, bool):
         raise ValueError(f"staleness={staleness!r} must be 0 (synchronous) or 1 (overlapped)")
@@ -319,8 +395,9 @@ def make_pipeline(
             f"accumulation_steps={accumulation_steps} does not divide the "
             f"{handle.tokens_per_rank} tokens of each rank"
         )
+    steps = int(accumulation_steps)
     return Pipeline(
         StepConfig(
-            handle, rule, loss_fn, dense_optimizer, vocab, int(staleness), int(accumulation_steps)
+            handle, rule, loss_fn, dense_optimizer, vocab, int(staleness), steps, per_example
         )
     )

@@ -14,8 +14,12 @@ class Batch(NamedTuple):
 
     Attributes:
       token_ids: shape=(tokens_per_batch,), integers
-      inputs: what the loss needs besides the rows: any pytree of arrays. Host arrays whose first
-        axis divides evenly are sharded over the data axis, others replicated.
+      inputs: what the loss needs besides the rows: any pytree of arrays and numbers, random keys
+        among them. Leaves whose first axis divides evenly are sharded over the data axis, others
+        replicated.
+
+    Both are copied: their memory may be written to as soon as the call that takes the batch
+    returns.
     """
 
     token_ids: Any
@@ -40,7 +44,8 @@ class PipelineState(NamedTuple):
     Attributes:
       table: shape=(vocab, emb_width), sharded `P(None, table_axis)`
       rule_state: state of the table's update rule
-      dense_params: parameters of the dense model
+      dense_params: parameters of the dense model; those that are no floating-point numbers are
+        left alone
       optimizer_state: state of the dense optimizer
       step: batches trained so far.  # shape=(), dtype=jnp.int32
       current_batch: batch `step`, which the next step trains on; None when idle
@@ -65,15 +70,21 @@ class StepMetrics(NamedTuple):
 
     Attributes:
       loss: of the batch that was trained.  # shape=(), the loss function's dtype
-      skipped: whether one of its gradients was not finite, which cancels its dense update and its
-        table update together.  # shape=(), dtype=bool
-      dropped: its tokens with an id inside the table that found no room in `num_unique`.
+      skipped: whether the batch changed nothing at all: neither the dense parameters, nor the
+        optimizer's state, nor table, rule state and clock. So it is when a gradient, a bound of the
+        sums of gradients, the rule's learning rate or what the optimizer made of it is not finite.
+        # shape=(), dtype=bool
+      dropped: its tokens with an id inside the table that found no room in `num_unique`: those of
+        the largest ids. They trained nothing. Watch it, or make `num_unique` large enough.
         # shape=(), dtype=jnp.int32
-      update: the result of the table update that was applied last: with staleness 1 that of the
-        batch before (not valid in the first step), except in `finish`, where it is its own.
+      update: the result of the table update that this call applied: with staleness 1 that of the
+        batch before, except in `finish`, where it is its own. Not valid, and zeros, where there was
+        none: in the first step, after a skipped batch, after `flush`.
+      aux: what the loss function returned beside the loss; () if nothing
     """
 
     loss: jax.Array
     skipped: jax.Array
     dropped: jax.Array
     update: UpdateResult
+    aux: Any = ()

@@ -3,10 +3,9 @@
 `xrex.training.pipeline` says what a step does when; here is how.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,61 +13,33 @@ import jax.numpy as jnp
 from xrex import exchange, placement
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.lookup import exchange_rows, gather_for_exchange, lookup_done
-from xrex.rules.base import UpdateRule
+from xrex.rules.base import is_finite
 from xrex.tokens import CompressedTokens, compress_gathered, compressed_specs
+from xrex.training import dense_params
+from xrex.training.config import StepConfig
 from xrex.training.gradients import (
     NO_EXCHANGE,
     Exchange,
     Gradients,
-    LossFunction,
-    accumulated_gradients,
+    gradients_of,
+    loss_and_aux,
 )
 from xrex.training.state import Batch, PipelineState, StartedLookup, StepMetrics
 from xrex.update import GradientUpdate, UpdateResult, update_done, update_start
 
-RuleOrSchedule = UpdateRule | Callable[[jax.Array], UpdateRule]
 
-
-class DenseOptimizer(Protocol):
-    """What is used of an `optax.GradientTransformation`."""
-
-    @property
-    def init(self) -> Callable[..., Any]:
-        """`init(params) -> state`."""
-
-    @property
-    def update(self) -> Callable[..., Any]:
-        """`update(gradients, state, params) -> (updates, state)`."""
-
-
-@dataclass(frozen=True)
-class StepConfig:
-    """What a step is made of; see `xrex.training.pipeline.make_pipeline`."""
-
-    handle: AsyncEmbContextHandle
-    rule: RuleOrSchedule
-    loss_fn: LossFunction
-    dense_optimizer: DenseOptimizer
-    vocab: int
-    staleness: int
-    accumulation_steps: int
-
-    def rule_at(self, step: jax.Array) -> UpdateRule:
-        """The update rule for the gradients of batch `step`."""
-        return self.rule(step) if callable(self.rule) else self.rule
-
-
-def start(config: StepConfig, state: PipelineState, token_ids: jax.Array) -> PipelineState:
-    """Starts the lookup of a run's first batch; staleness 1 only."""
-    tokens, gathered = _begin_lookup(config, token_ids, state.table)
+def start(
+    config: StepConfig, token_ids: jax.Array, table: jax.Array
+) -> tuple[StartedLookup, GradientUpdate]:
+    """What a run's first batch puts in flight: its lookup, and no update; staleness 1 only."""
+    tokens, gathered = _begin_lookup(config, token_ids, table)
     nothing = GradientUpdate(
         unique_tokens=tokens.unique_tokens,
-        grads=_zero_rows(config.handle, state.table.dtype),
+        grads=_zero_rows(config.handle, table.dtype),
         segment_ids=tokens.segment_ids,
         pending=jnp.zeros((), bool),
     )
-    lookup = StartedLookup(tokens, exchange_rows(config.handle, gathered))
-    return state._replace(current_lookup=lookup, previous_update=nothing)
+    return StartedLookup(tokens, exchange_rows(config.handle, gathered)), nothing
 
 
 def step_now(
@@ -90,7 +61,8 @@ def step_ahead(
     next_rows = Exchange(gathered, partial(exchange_rows, config.handle))
     gradients, pin = _gradients(config, state, rows, inputs, next_rows)
     lookup = StartedLookup(next_tokens, pin)
-    state, update = _apply_dense(config, state, gradients, tokens)
+    value_fn = _value_fn(config, state, rows, inputs)
+    state, update = _apply_dense(config, state, gradients, tokens, value_fn)
     state = state._replace(current_lookup=lookup, previous_update=update)
     return state, _metrics(gradients, tokens, update, result)
 
@@ -132,7 +104,8 @@ def _train_rows(
     config: StepConfig, state: PipelineState, rows: jax.Array, inputs: Any, tokens: CompressedTokens
 ) -> tuple[PipelineState, StepMetrics]:
     gradients, _ = _gradients(config, state, rows, inputs)
-    state, update = _apply_dense(config, state, gradients, tokens)
+    value_fn = _value_fn(config, state, rows, inputs)
+    state, update = _apply_dense(config, state, gradients, tokens, value_fn)
     state, result = _apply_update(config, state, update, state.step - 1)
     return state, _metrics(gradients, tokens, update, result)
 
@@ -164,61 +137,111 @@ def _gradients(
     beside: Exchange = NO_EXCHANGE,
 ) -> tuple[Gradients, Any]:
     with jax.named_scope("xrex.dense_model"):
-        return accumulated_gradients(
-            config.handle,
-            config.loss_fn,
-            state.dense_params,
-            rows,
-            inputs,
-            steps=config.accumulation_steps,
-            beside=beside,
-        )
+        return gradients_of(config, state.dense_params, rows, inputs, beside=beside)
+
+
+def _value_fn(config: StepConfig, state: PipelineState, rows: jax.Array, inputs: Any) -> Any:
+    """The loss of the batch by its trainable parameters, as optax's line searches ask for it."""
+    _, fixed = dense_params.split(state.dense_params)
+
+    def value(trainable: Any) -> jax.Array:
+        params = dense_params.merge(trainable, fixed)
+        return loss_and_aux(config.loss_fn(params, rows, inputs))[0]
+
+    return value
 
 
 def _apply_dense(
-    config: StepConfig, state: PipelineState, gradients: Gradients, tokens: CompressedTokens
+    config: StepConfig,
+    state: PipelineState,
+    gradients: Gradients,
+    tokens: CompressedTokens,
+    value_fn: Any,
 ) -> tuple[PipelineState, GradientUpdate]:
     """Updates the dense model and makes the table's update; neither is real unless both can be."""
-    finite = _all_finite(gradients, tokens.segment_ids)
+    old, fixed = dense_params.split(state.dense_params)
     updates, optimizer_state = config.dense_optimizer.update(
-        gradients.dense, state.optimizer_state, state.dense_params
+        gradients.dense, state.optimizer_state, old, **_extra(config, gradients, value_fn)
     )
-    params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.dense_params, updates)
-    params, optimizer_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (params, optimizer_state),
-        (state.dense_params, state.optimizer_state),
+    new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), old, updates)
+    optimizer_state = jax.tree.map(_as_before, optimizer_state, state.optimizer_state)
+    before, after = (old, state.optimizer_state), (new, optimizer_state)
+    accepted = (
+        _sums_are_finite(gradients.rows, tokens.segment_ids)
+        & _all_finite(gradients.dense)
+        & is_finite(config.rule_at(state.step))
+        & _stays_finite(before, after)
+    )
+    new, optimizer_state = jax.tree.map(
+        lambda new, old: jnp.where(accepted, new, old), after, before
     )
     state = state._replace(
-        dense_params=params, optimizer_state=optimizer_state, step=state.step + 1
+        dense_params=dense_params.merge(new, fixed),
+        optimizer_state=optimizer_state,
+        step=state.step + 1,
     )
-    return state, GradientUpdate(tokens.unique_tokens, gradients.rows, tokens.segment_ids, finite)
+    return state, GradientUpdate(tokens.unique_tokens, gradients.rows, tokens.segment_ids, accepted)
 
 
-def _all_finite(gradients: Gradients, segment_ids: jax.Array) -> jax.Array:
-    """Whether the dense gradients are finite, and those of all tokens that train a row."""
-    rows_finite = jnp.isfinite(gradients.rows) | (segment_ids < 0)[:, None]
-    finite = jnp.all(rows_finite)
-    for leaf in jax.tree.leaves(gradients.dense):
+def _as_before(new: Any, old: jax.Array) -> jax.Array:
+    """A leaf with the type that it had: an optimizer may return another, or a Python number."""
+    return jnp.asarray(new).astype(old.dtype)
+
+
+def _extra(config: StepConfig, gradients: Gradients, value_fn: Any) -> dict[str, Any]:
+    """What optax's transformations with extra arguments may ask for, such as `value`."""
+    parameters = inspect.signature(config.dense_optimizer.update).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return {"value": gradients.loss, "grad": gradients.dense, "value_fn": value_fn}
+    return {"value": gradients.loss} if any(p.name == "value" for p in parameters) else {}
+
+
+def _sums_are_finite(rows: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Whether no sum that the table's update takes of the tokens' gradients can overflow.
+
+    The norm of all summed gradients is at most the sum of the tokens' own norms: if the square of
+    that is far from overflowing, so are the sums, their squares, and the squares' sum.
+    """
+    square_norms = jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
+    bound = jnp.sum(jnp.where(segment_ids >= 0, jnp.sqrt(square_norms), 0))
+    return jnp.isfinite(4 * bound * bound)
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    finite = jnp.ones((), bool)
+    for leaf in jax.tree.leaves(tree):
         finite &= jnp.all(jnp.isfinite(leaf))
+    return finite
+
+
+def _stays_finite(before: Any, after: Any) -> jax.Array:
+    """Whether no number becomes infinite or NaN: some optimizers start from an infinity."""
+    finite = jnp.ones((), bool)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if jnp.issubdtype(new.dtype, jnp.inexact):
+            finite &= jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
     return finite
 
 
 def _apply_update(
     config: StepConfig, state: PipelineState, update: GradientUpdate, step: jax.Array
 ) -> tuple[PipelineState, UpdateResult]:
-    """Applies the gradients of batch `step` to the table."""
+    """Applies the gradients of batch `step` to the table; the result is zeros if it is not real."""
     table, rule_state, pin = update_start(
         config.handle, config.rule_at(step), update, state.table, state.rule_state
     )
-    result = update_done(config.handle, pin)
+    done = update_done(config.handle, pin)
+    result = jax.tree.map(
+        lambda value: jnp.where(update.pending, value, jnp.zeros_like(value)), done
+    )
     return state._replace(table=table, rule_state=rule_state), result
 
 
 def _metrics(
     gradients: Gradients, tokens: CompressedTokens, update: GradientUpdate, result: UpdateResult
 ) -> StepMetrics:
-    return StepMetrics(gradients.loss, ~jnp.asarray(update.pending), tokens.dropped, result)
+    skipped = ~jnp.asarray(update.pending)
+    return StepMetrics(gradients.loss, skipped, tokens.dropped, result, gradients.aux)
 
 
 def _zero_rows(handle: AsyncEmbContextHandle, dtype: jax.typing.DTypeLike) -> jax.Array:

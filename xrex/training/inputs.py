@@ -1,0 +1,109 @@
+"""The inputs of a batch: which leaves are per example, and how they come onto the mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xrex import placement
+from xrex.checks import INT32
+from xrex.training import dense_params
+from xrex.training.config import StepConfig
+
+
+def per_example(config: StepConfig, inputs: Any) -> Any:
+    """Which leaves are cut into micro-batches: a bool for each.
+
+    As the pipeline's `per_example` names them; else those whose first axis has an entry for every
+    token of the batch.
+
+    Raises:
+      ValueError: `per_example` does not fit the inputs, or a leaf that it names cannot be cut.
+    """
+    if config.per_example is None:
+        tokens = config.handle.tokens_per_batch
+        return jax.tree.map(lambda leaf: np.shape(leaf)[:1] == (tokens,), inputs)
+    try:
+        named = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda _: bool(flag), part), config.per_example, inputs
+        )
+    except ValueError as cause:
+        raise ValueError(
+            f"per_example={config.per_example!r} is no tree of booleans over the batch's inputs, "
+            f"{jax.tree.structure(inputs)}"
+        ) from cause
+    jax.tree_util.tree_map_with_path(
+        lambda path, leaf, flag: _check_cut(config, path, leaf) if flag else None, inputs, named
+    )
+    return named
+
+
+def _check_cut(config: StepConfig, path: Any, leaf: Any) -> None:
+    ranks = config.handle.group_size
+    pieces = config.accumulation_steps * ranks
+    if np.ndim(leaf) == 0 or np.shape(leaf)[0] % pieces:
+        raise ValueError(
+            f"inputs{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, and "
+            f"accumulation_steps={config.accumulation_steps} on {ranks} ranks needs a first axis "
+            f"that is a multiple of {pieces}"
+        )
+
+
+def split(config: StepConfig, inputs: Any) -> tuple[Any, Any]:
+    """The leaves that are per example, and the others; None in the place of the other's leaves."""
+    flags = per_example(config, inputs)
+    cut = jax.tree.map(lambda leaf, flag: leaf if flag else None, inputs, flags)
+    whole = jax.tree.map(lambda leaf, flag: None if flag else leaf, inputs, flags)
+    return cut, whole
+
+
+def merge(cut: Any, whole: Any) -> Any:
+    """Undoes `split`."""
+    return dense_params.merge(cut, whole)
+
+
+def place(config: StepConfig, inputs: Any) -> Any:
+    """The inputs on the mesh, as copies of what the caller may write to.
+
+    Leaves that are per example, or whose first axis divides evenly, are sharded over the data axis;
+    others are replicated. JAX arrays that lie on the mesh's devices stay as they are sharded.
+
+    Raises:
+      TypeError: a leaf is no array or number.
+      ValueError: an integer that does not fit in the type that it gets on the devices.
+    """
+    dense_params.check("inputs", inputs)
+    per_example(config, inputs)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _place_leaf(config, path, leaf), inputs
+    )
+
+
+def _place_leaf(config: StepConfig, path: Any, leaf: Any) -> Any:
+    handle = config.handle
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return leaf
+    _check_fits(path, leaf)
+    if isinstance(leaf, jax.Array) and placement.is_on_mesh(handle, leaf):
+        return placement.put_copy(leaf, leaf.sharding)
+    divides = np.ndim(leaf) > 0 and np.shape(leaf)[0] % handle.group_size == 0
+    spec = placement.token_spec(handle) if divides else placement.REPLICATED
+    return placement.put_copy(leaf, placement.sharding(handle, spec, np.ndim(leaf)))
+
+
+def _check_fits(path: Any, leaf: Any) -> None:
+    """Raises for host integers that JAX would wrap around: with x64 off, types become 32 bits."""
+    if isinstance(leaf, jax.Array):
+        return
+    array = np.asarray(leaf)
+    narrow = jnp.result_type(array)
+    if array.dtype.kind not in "iu" or narrow == array.dtype or not array.size:
+        return
+    info = INT32 if narrow == np.int32 else np.iinfo(narrow)
+    for extreme in (array.min(), array.max()):
+        if not info.min <= extreme <= info.max:
+            raise ValueError(
+                f"inputs{jax.tree_util.keystr(path)} has the value {extreme}, which does not fit "
+                f"in {jnp.dtype(narrow).name}, as integers do on device"
+            )

@@ -1,0 +1,125 @@
+"""Where each leaf of the pipeline's state lies, and how a state of any arrays comes there.
+
+Every step returns its state in these shardings and with these types: so the next one finds the
+program that is compiled already. A state may be put together from saved arrays, NumPy's or JAX's,
+whole or in parts; what lies elsewhere is brought to its place at the next call.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xrex import placement
+from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.lookup import LookupPin
+from xrex.tokens import CompressedTokens, compressed_specs
+from xrex.training import dense_params
+from xrex.training.state import PipelineState, StartedLookup
+from xrex.update import GradientUpdate, update_specs
+
+
+def in_place(handle: AsyncEmbContextHandle, state: PipelineState) -> PipelineState:
+    """The state with every leaf on the mesh; leaves that are in their places are not copied.
+
+    The batch that is held is not looked at.
+
+    Raises:
+      ValueError: a leaf was donated to an earlier call.
+      TypeError: a dense leaf is no array or number.
+    """
+    batch, state = state.current_batch, state._replace(current_batch=None)
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and not _is_traced(leaf) and leaf.is_deleted():
+            error = ValueError(
+                f"the state's {jax.tree_util.keystr(path).lstrip('.')} was donated to an earlier "
+                "call, which returned a newer state"
+            )
+            error.add_note("Use only the newest state; `run(...).state` is the newest of a run.")
+            raise error
+    dense_params.check("dense_params", state.dense_params)
+    dense_params.check("optimizer_state", state.optimizer_state)
+    # One type, whatever the number was saved as.
+    state = state._replace(step=_as_step(state.step))
+    shardings = state_shardings(handle, state)
+    state = jax.tree.map(_put, state, shardings)
+    return state._replace(current_batch=batch)
+
+
+def state_shardings(handle: AsyncEmbContextHandle, state: PipelineState) -> Any:
+    """The sharding of each leaf of a state that holds no batch.
+
+    Dense parameters and the optimizer's state stay as they came, if that was on the mesh.
+    """
+
+    def fixed(tree: Any, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(
+                lambda leaf: placement.sharding(handle, spec, jnp.ndim(leaf)), part
+            ),
+            specs,
+            tree,
+            is_leaf=_is_spec,
+        )
+
+    def chosen(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and not _is_traced(leaf):
+            if placement.is_on_mesh(handle, leaf):
+                return placement.as_returned(handle, leaf)
+        elif isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+            return leaf.sharding
+        return placement.sharding(handle, placement.REPLICATED, jnp.ndim(leaf))
+
+    lookup, update = state.current_lookup, state.previous_update
+    return PipelineState(
+        table=fixed(state.table, placement.table_spec(handle)),
+        rule_state=fixed(state.rule_state, placement.state_specs(handle, state.rule_state)),
+        dense_params=jax.tree.map(chosen, state.dense_params),
+        optimizer_state=jax.tree.map(chosen, state.optimizer_state),
+        step=fixed(state.step, placement.REPLICATED),
+        current_lookup=None if lookup is None else fixed(lookup, _lookup_specs(handle)),
+        previous_update=None if update is None else fixed(update, update_specs(handle)),
+    )
+
+
+def lookup_shardings(handle: AsyncEmbContextHandle) -> StartedLookup:
+    """Those of a started lookup."""
+    return _shardings(handle, _lookup_specs(handle), (1, 1, 0, 3))
+
+
+def update_shardings(handle: AsyncEmbContextHandle) -> GradientUpdate:
+    """Those of a deferred update."""
+    return _shardings(handle, update_specs(handle), (1, 2, 1, 0))
+
+
+def _lookup_specs(handle: AsyncEmbContextHandle) -> StartedLookup:
+    tokens: CompressedTokens = compressed_specs(handle)
+    return StartedLookup(tokens, LookupPin(placement.received_spec(handle)))  # type: ignore[arg-type]
+
+
+def _shardings(handle: AsyncEmbContextHandle, specs: Any, dimensions: tuple[int, ...]) -> Any:
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
+    pairs = zip(leaves, dimensions, strict=True)
+    return jax.tree.unflatten(treedef, [placement.sharding(handle, *pair) for pair in pairs])
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, jax.sharding.PartitionSpec)
+
+
+def _put(leaf: Any, wanted: Any) -> Any:
+    if _is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if isinstance(leaf, jax.Array) and leaf.sharding == wanted and not placement.is_weak(leaf):
+        return leaf
+    return placement.put_copy(leaf, wanted)
+
+
+def _as_step(step: Any) -> Any:
+    if isinstance(step, jax.Array | jax.ShapeDtypeStruct):
+        return step
+    return jnp.asarray(step, jnp.int32)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
