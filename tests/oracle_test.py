@@ -28,7 +28,8 @@ def _step(
         (oracle.IdPolicy("zero"), [3, -1, -1, -1], [3, -1, -1, -1]),
         (oracle.IdPolicy("clip"), [3, 7, 7, 0], [3, 7, -1, -1]),
         (oracle.IdPolicy("zero", padding_id=3), [-1, -1, -1, -1], [-1, -1, -1, -1]),
-        (oracle.IdPolicy("clip", padding_id=7), [3, 7, 7, 0], [3, -1, -1, -1]),
+        (oracle.IdPolicy("clip", padding_id=7), [3, -1, 7, 0], [3, -1, -1, -1]),
+        (oracle.IdPolicy("clip", padding_id=-1), [3, -1, 7, 0], [3, -1, -1, -1]),
     ],
 )
 def test_what_ids_stand_for(policy: oracle.IdPolicy, read: list[int], trained: list[int]) -> None:

@@ -152,13 +152,4 @@ def lower_step(mesh: Mesh, shape: StepShape) -> jax.stages.Lowered:
         optimizer_state=shapes(mesh, jax.eval_shape(optimizer.init, params)),
         step=shapes(mesh, jax.ShapeDtypeStruct((), jnp.int32)),
     )
-    if shape.staleness == 0:
-        return pipeline.lower_step(state._replace(current_batch=batch), batch)
-    # What the first step starts has shardings of the compiler's choice: it says which.
-    started = jax.jit(pipeline.start).lower(state, batch)
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        started.out_info,
-        started.compile().output_shardings,
-    )
-    return pipeline.lower_step(state, batch)
+    return pipeline.lower_step(state._replace(current_batch=batch), batch)

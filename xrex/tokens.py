@@ -31,15 +31,11 @@ class UniqueTokens:
     ids: jax.Array
     vocab: int = field(metadata={"static": True})
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of `ids`."""
-        return self.ids.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """That of `ids`."""
-        return self.ids.dtype
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else an array has, such as `shape` and `tolist`."""
+        if name.startswith("__") or name == "ids":  # Of an object that is only being made.
+            raise AttributeError(name)
+        return getattr(self.ids, name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The ids, for NumPy."""
@@ -184,7 +180,9 @@ def compress_gathered(
     keys = sort_keys(token_ids)
     segments = jnp.searchsorted(unique, keys).astype(jnp.int32)
     found = (keys < vocab) & (unique.at[segments].get(mode="clip") == keys)
-    dropped = jnp.sum((ordered < vocab) & (position >= num_unique), dtype=jnp.int32)
+    dropped = jnp.zeros((), jnp.int32)
+    if num_unique < min(len(all_ids), vocab):
+        dropped = jnp.sum((ordered < vocab) & (position >= num_unique), dtype=jnp.int32)
     segments = jnp.where(found, segments, -1)
     return CompressedTokens(UniqueTokens(unique, int(vocab)), segments, dropped)
 

@@ -199,15 +199,20 @@ class Pipeline:
     def lower_step(self, state: PipelineState, next_batch: Batch) -> Any:
         """The lowered step (`jax.stages.Lowered`), of a state that holds a batch.
 
-        Takes shapes (`jax.ShapeDtypeStruct`) as well as arrays.
+        Takes shapes (`jax.ShapeDtypeStruct`) as well as arrays; of shapes, what is in flight may be
+        left out.
         """
         state, batch = self._release(state, "lower_step")
+        if self.config.staleness == 1 and state.current_lookup is None:
+            started = self._start_program().eval_shape(batch.token_ids, state.table)
+            shardings = (
+                state_placement.lookup_shardings(self.config.handle),
+                state_placement.update_shardings(self.config.handle),
+            )
+            lookup, update = _with_shardings(started, shardings)
+            state = state._replace(current_lookup=lookup, previous_update=update)
         program, arguments = self._step_program(state, batch, next_batch)
         return program.lower(*arguments)
-
-    def start_in_flight(self, state: PipelineState, batch: Batch) -> tuple[Any, Any]:
-        """The shapes and shardings of what `start` puts in flight; for planning, runs nothing."""
-        return self._start_program().eval_shape(batch.token_ids, state.table)
 
     def _check_goes_on(self, state: PipelineState, rule: Any) -> None:
         """Raises for a step that is none, or comes without the states that counted up to it."""
@@ -297,6 +302,17 @@ class Pipeline:
         token_ids, batch_inputs = batch
         ids = check_token_ids(self.config.handle, token_ids, self.config.vocab)
         return Batch(ids, inputs.place(self.config, batch_inputs))
+
+
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Shapes with their shardings; those are a tree prefix."""
+    return jax.tree.map(
+        lambda sharding, part: jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+        ),
+        shardings,
+        shapes,
+    )
 
 
 def _is_settled(leaf: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xrex import placement
 from xrex.layout.handle import AsyncEmbContextHandle
@@ -55,7 +56,7 @@ def state_shardings(handle: AsyncEmbContextHandle, state: PipelineState) -> Any:
     def fixed(tree: Any, specs: Any) -> Any:
         return jax.tree.map(
             lambda spec, part: jax.tree.map(
-                lambda leaf: placement.sharding(handle, spec, jnp.ndim(leaf)), part
+                lambda leaf: placement.sharding(handle, spec, np.ndim(leaf)), part
             ),
             specs,
             tree,
@@ -68,7 +69,7 @@ def state_shardings(handle: AsyncEmbContextHandle, state: PipelineState) -> Any:
                 return placement.as_returned(handle, leaf)
         elif isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
             return leaf.sharding
-        return placement.sharding(handle, placement.REPLICATED, jnp.ndim(leaf))
+        return placement.sharding(handle, placement.REPLICATED, np.ndim(leaf))
 
     lookup, update = state.current_lookup, state.previous_update
     return PipelineState(

@@ -199,11 +199,11 @@ def _extra(config: StepConfig, gradients: Gradients, value_fn: Any) -> dict[str,
 def _sums_are_finite(rows: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Whether no sum that the table's update takes of the tokens' gradients can overflow.
 
-    The norm of all summed gradients is at most the sum of the tokens' own norms: if the square of
-    that is far from overflowing, so are the sums, their squares, and the squares' sum.
+    The norm of all summed gradients is at most the sum of all gradients' absolute values: if the
+    square of that is far from overflowing, so are the sums, their squares, and the squares' sum.
     """
-    square_norms = jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
-    bound = jnp.sum(jnp.where(segment_ids >= 0, jnp.sqrt(square_norms), 0))
+    sizes = jnp.where((segment_ids >= 0)[:, None], jnp.abs(rows.astype(jnp.float32)), 0)
+    bound = jnp.sum(sizes)
     return jnp.isfinite(4 * bound * bound)
 
 
