@@ -1,6 +1,6 @@
 """What differs between JAX 0.10.2, 0.11 and 0.12 for the kernels, and what Mosaic has to be taught.
 
-The only module of the project that imports `jax._src`.
+The only module of the kernels that imports `jax._src`.
 """
 
 import functools

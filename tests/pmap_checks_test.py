@@ -1,12 +1,16 @@
 """The checks of pmap on their own: numbers in, an error with its cures out, no device touched."""
 
+import dataclasses
+import functools
 import re
+from typing import Any
 
 import jax
 import pytest
 
 from xrex.checked_pmap import checks as pmap_checks
-from xrex.checked_pmap.checks import ABSENT, Leaf, ProcessReport
+from xrex.checked_pmap import signature, together
+from xrex.checked_pmap.checks import Leaf
 
 
 @pytest.fixture(autouse=True)
@@ -152,47 +156,78 @@ def test_given_devices(owners: list[int], local: int, process: int, match: str |
         pmap_checks.check_given_devices(owners, local, process)
 
 
-def _report(process: int, accepted: int = 1, axis_size: int = 4, local: int = 2) -> ProcessReport:
-    return ProcessReport(process, accepted, axis_size, local, ABSENT)
-
-
-def test_reports_that_agree() -> None:
-    pmap_checks.check_reports([])
-    pmap_checks.check_reports([_report(0), _report(1)])
-    uneven = [ProcessReport(0, 1, 3, 2, 3), ProcessReport(1, 1, 3, 1, 3)]
-    pmap_checks.check_reports(uneven)
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    names: frozenset[str]
+    function: Any
 
 
 @pytest.mark.parametrize(
-    ("reports", "text"),
+    ("value", "text"),
+    [
+        (1.5, "1.5"),
+        ("a", "'a'"),
+        (frozenset({"b", "a", "c"}), "{'a', 'b', 'c'}"),
+        ({"k": {2, 1}}, "{'k': {1, 2}}"),
+        ((1, [None]), "tuple(1, list(None))"),
+        (_notes, f"{__name__}._notes"),
+        (functools.partial(_notes, 1), f"tuple('partial', {__name__}._notes, tuple(1), {{}})"),
+        (_Config(frozenset("ba"), len), "_Config{'names': {'a', 'b'}, 'function': builtins.len}"),
+    ],
+)
+def test_texts_that_are_the_same_in_every_process(value: object, text: str) -> None:
+    assert signature.stable_text(value) == text
+
+
+def test_texts_hold_no_address() -> None:
+    class Plain:
+        pass
+
+    assert signature.stable_text(Plain()) == signature.stable_text(Plain())
+
+
+def test_signatures_that_are_the_same() -> None:
+    signature.check_same({})
+    signature.check_same({0: {"a": "1"}, 1: {"a": "1"}})
+
+
+@pytest.mark.parametrize(
+    ("signatures", "line", "found"),
     [
         (
-            [_report(0), _report(1, accepted=0, axis_size=2)],
-            "Specified axis_size 2 doesn't match received axis_size 2.",
+            [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}],
+            "same b",
+            "process 0: 2; process 1: 3.",
         ),
         (
-            [_report(0), _report(1, accepted=0, local=ABSENT)],
-            "pmap was not launched: process 1 rejected its arguments.",
+            [{"a": "1"}, {"a": "2"}, {"a": "1"}],
+            "same a",
+            "processes 0, 2: 1; process 1: 2.",
         ),
         (
-            [_report(0), _report(1, accepted=0)],
-            "pmap was not launched: process 1 rejected its arguments.",
-        ),
-        (
-            [_report(0, axis_size=ABSENT, local=2), _report(1, axis_size=ABSENT, local=1)],
-            "pmap needs the same local_axis_size on every process, but they have [2, 1].",
-        ),
-        (
-            [_report(0), _report(1, axis_size=ABSENT)],
-            "pmap needs the same axis_size on every process, but they have [4, None].",
-        ),
-        (
-            [ProcessReport(0, 1, 4, 2, 4), ProcessReport(1, 1, 4, 2, ABSENT)],
-            "pmap needs the same num_devices on every process, but they have [4, None].",
+            [{"a": "1"}, {"a": "1", "b": "2"}],
+            "same b",
+            "process 0: none; process 1: 2.",
         ),
     ],
 )
-def test_reports_that_do_not(reports: list[ProcessReport], text: str) -> None:
+def test_signatures_that_differ(signatures: list[dict[str, str]], line: str, found: str) -> None:
+    text = f"pmap needs the {line} on every process, but got {found}"
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        pmap_checks.check_reports(reports)
-    assert str(caught.value) == text
+        signature.check_same(dict(enumerate(signatures)))
+    assert "No process launched anything" in _notes(caught.value)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, 30.0), ("0.5", 0.5), ("90", 90.0)])
+def test_deadline(monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float) -> None:
+    monkeypatch.delenv("XREX_PMAP_SECONDS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("XREX_PMAP_SECONDS", text)
+    assert together.deadline_seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
+def test_wrong_deadline(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("XREX_PMAP_SECONDS", text)
+    with pytest.raises(ValueError, match="XREX_PMAP_SECONDS must be a positive number of seconds"):
+        together.deadline_seconds()

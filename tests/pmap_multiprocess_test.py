@@ -1,4 +1,4 @@
-"""pmap over two real processes that talk over gloo, two CPU devices each."""
+"""pmap over two and three real processes that talk over gloo, two CPU devices each."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import sys
 from typing import Any
 
 import pytest
+
+from xrex.checked_pmap import together
 
 pytestmark = pytest.mark.multiprocess
 
@@ -31,14 +33,66 @@ VALUES = {
     "own_devices_traced": [[1 / 3, 2 / 3], None],
     "donated": [[[1.0, 2.0], True], [[3.0, 4.0], True]],
     "lowered": [[4], [4]],
+    "lowered_on_one": [None, [4]],
+    "made_again_on_one": [[0.0, 1 / 6], [2 / 6, 3 / 6]],
+    "traced_once": [1, 1],
+    "many_calls": [[0.0, 1 / 6], [2 / 6, 3 / 6]],
 }
 ERRORS = {
     "wrong_on_both": ("ValueError", "Specified axis_size 2 doesn't match received axis_size 2."),
     "absurd_on_one": ("ValueError", "doesn't match received axis_size 2."),
-    "uneven_sizes": ("ValueError", "the same local_axis_size on every process"),
+    "wrong_on_one": ("ValueError", "Specified axis_size 2 doesn't match received axis_size 2."),
+    "bad_argument_on_one": ("ValueError", "pmap cannot map args[0] over axis 0: it has rank 0"),
+    "wrong_deadline": ("ValueError", "must be a positive number of seconds, got 'soon'"),
+    "other_names": (
+        "ValueError",
+        "the same function on every process, but got process 0: __main__._same_share; "
+        "process 1: __main__._share.",
+    ),
+    "depends_on_process": ("ValueError", "the same traced program on every process"),
+    "uneven_sizes": (
+        "ValueError",
+        "pmap needs the same local_axis_size on every process, but got process 0: 2; process 1: 1.",
+    ),
     "interleaved_devices": ("ValueError", "must be neighbours in `devices`"),
     "traced": ("NotImplementedError", "cannot run under jit, grad or vmap"),
     "global_array": ("ValueError", "an array of shape (2,) that spans processes"),
+}
+
+
+# Cases with a good call, one on which the processes do not agree, and the good one again: what the
+# second said on process 0, and on the others.
+REJECTED = "pmap was not launched: process {} rejected its call: "
+LATER = {
+    "later_contradiction_and_new_size": (
+        "pmap got arguments whose mapped axes differ in size: args[0] has 1 entries along axis 0",
+        REJECTED.format(0) + "ValueError: pmap got arguments whose mapped axes differ in size",
+    ),
+    "later_cached_and_bad": (
+        REJECTED.format(1) + "ValueError: pmap cannot map args[0] over axis 0",
+        "pmap cannot map args[0] over axis 0: it has rank 0",
+    ),
+    "later_cached_and_new": (
+        "the same args[0] on every process, but got process 0: float32[{0}] mapped over axis 0; "
+        "{1}: float32[{0},1] mapped over axis 0.",
+    ),
+    "later_dtypes": (
+        "the same args[0] on every process, but got process 0: float32[{0}] mapped over axis 0; "
+        "{1}: float16[{0}] mapped over axis 0.",
+    ),
+    "later_static": (
+        "the same static argument 1 on every process, but got process 0: tuple(1.0, ",
+    ),
+    "later_number": (REJECTED.format(1) + "OverflowError: ", "with value 1099511627776"),
+    "later_deleted": (REJECTED.format(1) + "RuntimeError: ", "Array has been deleted"),
+    "later_raises_while_traced": (
+        REJECTED.format(1) + "KeyError: 'not this shape'",
+        "'not this shape'",
+    ),
+    "later_mesh_set": (
+        REJECTED.format(1) + "ValueError: pmap cannot be called under jax.set_mesh",
+        "pmap cannot be called under jax.set_mesh",
+    ),
 }
 
 
@@ -49,25 +103,24 @@ def _free_port() -> int:
         return port
 
 
-def _run_both(cases: list[str]) -> list[dict[str, Any]]:
-    """Runs the cases in two new processes; returns what each saw, by case."""
-    flag = f"--xla_force_host_platform_device_count={LOCAL_DEVICES}"
+def _run_all(cases: list[str], count: int = 2, **variables: str) -> list[dict[str, Any]]:
+    """Runs the cases in `count` new processes; returns what each saw, by case."""
     environment = os.environ | {
-        "XLA_FLAGS": flag,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={LOCAL_DEVICES}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "tests/pmap_worker.py", ",".join(cases), str(_free_port()), "2"]
+    port = str(_free_port())
     processes = [
         subprocess.Popen(
-            [*command, str(rank)],
+            [sys.executable, "tests/pmap_worker.py", ",".join(cases), port, str(count), str(rank)],
             cwd=ROOT,
-            env=environment,
+            env=environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         outputs = [process.communicate(timeout=SECONDS) for process in processes]
@@ -81,15 +134,21 @@ def _run_both(cases: list[str]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """All cases that need no processes of their own, in one run."""
-    return _run_both([*VALUES, *ERRORS, "bad_argument_on_one"])
+    """All cases in two processes, in one run."""
+    return _run_all([*VALUES, *ERRORS, *LATER, "other_order"])
+
+
+@pytest.fixture(scope="module")
+def seen_by_three() -> list[dict[str, Any]]:
+    """The cases of later calls in three processes, in one run."""
+    return _run_all([*LATER], count=3)
 
 
 @pytest.mark.parametrize("case", VALUES)
 def test_values(seen: list[dict[str, Any]], case: str) -> None:
     for result, expected in zip(seen, VALUES[case], strict=True):
-        if case in ("right_axis_size", "jax_pmap", "own_devices", "own_devices_traced"):
-            expected = expected and pytest.approx(expected, abs=0, rel=1e-6)
+        if isinstance(expected, list) and isinstance(expected[0], float):
+            expected = pytest.approx(expected, abs=0, rel=1e-6)
         assert result[case] == {"value": expected}
 
 
@@ -101,24 +160,70 @@ def test_errors(seen: list[dict[str, Any]], case: str) -> None:
         assert text in result[case]["text"]
 
 
+def test_the_rejected_process_gets_its_own_error(seen: list[dict[str, Any]]) -> None:
+    for case in ("wrong_on_one", "bad_argument_on_one", "wrong_deadline"):
+        healthy, wrong = (result[case] for result in seen)
+        assert healthy["text"] == f"{REJECTED.format(1)}ValueError: {wrong['text']}"
+        assert "Process 1 rejected call 1 of __main__._share" in wrong["notes"][-1]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", LATER)
+def test_a_later_call_is_an_error_on_all(
+    request: pytest.FixtureRequest, case: str, count: int
+) -> None:
+    """Within seconds, and the processes can still work together."""
+    results = request.getfixturevalue("seen" if count == 2 else "seen_by_three")
+    assert len(results) == count
+    others = "process 1" if count == 2 else "processes 1, 2"
+    for rank, result in enumerate(results):
+        first, error, last = result[case]["value"]
+        assert first == last
+        assert error["seconds"] < 10
+        expected = LATER[case][min(rank, len(LATER[case]) - 1)]
+        assert expected.replace("{0}", str(2 * count)).replace("{1}", others) in error["text"]
+
+
+def test_functions_in_another_order(seen: list[dict[str, Any]]) -> None:
+    """Both are lambdas of one function, with the same arguments: only the programs differ."""
+    for result in seen:
+        for error in result["other_order"]["value"]:
+            assert "pmap needs the same traced program on every process" in error["text"]
+            assert "called in the same order" in error["notes"][0]
+
+
 def test_global_and_local_sizes_are_explained(seen: list[dict[str, Any]]) -> None:
     for result in seen:
         notes = " ".join(result["wrong_on_both"]["notes"])
         assert "this process passed 2 entries, so 2 processes pass 4 together" in notes
 
 
-def test_argument_that_one_process_rejects(seen: list[dict[str, Any]]) -> None:
-    healthy, wrong = (result["bad_argument_on_one"] for result in seen)
-    assert "args[0] over axis 0" in wrong["text"]
-    assert healthy["text"] == "pmap was not launched: process 1 rejected its arguments."
+def test_a_call_left_out_is_an_error_on_the_others() -> None:
+    """It names the process that did not come, which gets one as well when it comes after all."""
+    cases = ["call_left_out", "last_call_left_out"]
+    count = 3
+    results = _run_all(cases, count, XREX_PMAP_SECONDS="2")
+    for rank, result in enumerate(results):
+        error, last = result["call_left_out"]["value"]
+        assert error["error"] == "TimeoutError"
+        text = "process 1 did not come to call 2 of __main__._share within 2 s, and process "
+        assert text in error["text"]
+        assert "XREX_PMAP_SECONDS" in error["notes"][-1]
+        assert last == pytest.approx(_shares(rank, count))
+        assert error["seconds"] < 10
+        if rank == 1:
+            assert result["last_call_left_out"] == {"value": None}
+        else:
+            assert result["last_call_left_out"]["error"] == "TimeoutError"
+            assert text in result["last_call_left_out"]["text"]
 
 
-def test_axis_size_wrong_on_one_process_is_an_error_on_both() -> None:
-    """Both processes end within SECONDS, start included; neither waits for the other for ever."""
-    results = _run_both(["wrong_on_one", "right_axis_size"])
-    for result in results:
-        text = "Specified axis_size 2 doesn't match received axis_size 2."
-        assert result["wrong_on_one"]["text"] == text
-        assert "value" in result["right_axis_size"]  # the processes can still work together
-    healthy, _ = results
-    assert "Process 1 rejected its arguments" in healthy["wrong_on_one"]["notes"][-1]
+def _shares(rank: int, count: int) -> list[float]:
+    """What `_share` gives process `rank` of `count`, of 0, 1, 2, ..."""
+    total = LOCAL_DEVICES * count * (LOCAL_DEVICES * count - 1) / 2
+    return [(LOCAL_DEVICES * rank + entry) / total for entry in range(LOCAL_DEVICES)]
+
+
+def test_the_deadline_leaves_time_to_start() -> None:
+    """A process that waits in its first call raises within SECONDS, too."""
+    assert together.DEADLINE_SECONDS <= SECONDS / 2

@@ -7,8 +7,11 @@ pmap_multiprocess_test.py, the checks on their own in pmap_checks_test.py.
 import doctest
 import functools
 import operator
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +23,7 @@ from tools import bench_pmap
 from xrex.checked_pmap.pmap import pmap
 
 AXIS = "i"
+ROOT = Path(__file__).parent.parent
 
 
 def _float(*shape: int) -> np.ndarray:
@@ -40,6 +44,28 @@ def _same(ours: Any, theirs: Any) -> None:
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(np.asarray(our), np.asarray(their))
         assert our.sharding.is_equivalent_to(their.sharding, our.ndim)
+
+
+def test_is_a_name_of_xrex() -> None:
+    """In an interpreter that has imported nothing else of xrex."""
+    program = """
+import xrex
+from xrex import pmap
+import numpy as np
+assert xrex.pmap is pmap and callable(pmap) and "pmap" in xrex.__all__
+print(xrex.pmap(lambda x: 2 * x)(np.arange(1.0, dtype=np.float32)))
+import xrex.checked_pmap.pmap as module
+assert xrex.pmap is module.pmap is pmap
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (run.returncode, run.stdout) == (0, "[0.]\n"), run.stderr
 
 
 # The pmap rows of the public reports.

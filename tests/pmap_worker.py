@@ -2,11 +2,14 @@
 
 Usage: python pmap_worker.py CASES PORT PROCESSES PROCESS, with CASES separated by commas and
 LOCAL_DEVICES devices set in XLA_FLAGS. The last line of the output is a JSON object: for each
-case its value, or the error and its notes.
+case its value, or the error, its notes and the seconds until it came.
 """
 
+import functools
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +22,15 @@ LOCAL_DEVICES = 2
 
 
 def _local(rank: int, entries: int = LOCAL_DEVICES) -> np.ndarray:
-    """This process's part of 0, 1, 2, ..., two a process."""
+    """This process's part of 0, 1, 2, ..., two per process."""
     return np.arange(rank * LOCAL_DEVICES, rank * LOCAL_DEVICES + entries, dtype=np.float32)
 
 
 def _share(x: jax.Array) -> jax.Array:
+    return x / jax.lax.psum(x, "i")
+
+
+def _same_share(x: jax.Array) -> jax.Array:
     return x / jax.lax.psum(x, "i")
 
 
@@ -89,7 +96,7 @@ def uneven_sizes(rank: int) -> Any:
 
 
 def fewer_entries(rank: int) -> Any:
-    """One entry a process: the first device of each."""
+    """One entry per process: the first device of each."""
     mapped = pmap(lambda x: jax.lax.psum(x, "i"), "i", axis_size=2)
     result = mapped(_local(rank, 1))
     return [_values(result), [device.process_index for device in result.sharding.device_set]]
@@ -130,7 +137,7 @@ def own_devices_traced(rank: int) -> Any:
 
 
 def gradient_inside(rank: int) -> Any:
-    """A gradient through psum sees all devices, as in jax.pmap: 2 x, once a device."""
+    """A gradient through psum sees all devices, as in jax.pmap: 2 x, once per device."""
     mapped = pmap(jax.grad(lambda x: jax.lax.psum(x**2, "i")), "i")
     return _values(mapped(_local(rank)))
 
@@ -161,12 +168,192 @@ def lowered(rank: int) -> Any:
     return list(info.shape)
 
 
+# Calls after a good first one, on which the processes do not agree. Each case calls one pmap with
+# good arguments, then does what differs, and ends with a good call.
+
+
+def _after_a_good_call(mapped: Callable[..., Any], rank: int, *good: Any, differ: Any) -> Any:
+    """Calls with `good`; then with what `differ` returns, which raises; then with `good` again."""
+    first = _values(mapped(_local(rank), *good))
+    seen = _run(lambda rank: _values(mapped(*differ(rank))), rank)
+    return [first, seen, _values(mapped(_local(rank), *good))]
+
+
+def later_contradiction_and_new_size(rank: int) -> Any:
+    """Process 0 passes sizes that contradict, the others a new legal size."""
+    return _after_a_good_call(
+        pmap(lambda x, y: _share(x + y), "i"),
+        rank,
+        _local(rank),
+        differ=lambda rank: (_local(rank, 1), _local(rank, 1 if rank else 2)),
+    )
+
+
+def later_cached_and_bad(rank: int) -> Any:
+    """Process 0 repeats its call, the others pass a scalar."""
+    return _after_a_good_call(
+        pmap(_share, "i"), rank, differ=lambda rank: (np.float32(0) if rank else _local(rank),)
+    )
+
+
+def later_cached_and_new(rank: int) -> Any:
+    """Process 0 repeats its call, the others pass matrices: each would launch, but not the same."""
+    return _after_a_good_call(
+        pmap(_share, "i"),
+        rank,
+        differ=lambda rank: (_local(rank)[:, None] if rank else _local(rank),),
+    )
+
+
+def later_dtypes(rank: int) -> Any:
+    """The same shapes in two types."""
+    return _after_a_good_call(
+        pmap(_share, "i"),
+        rank,
+        differ=lambda rank: (_local(rank).astype(np.float16 if rank else np.float32),),
+    )
+
+
+def later_static(rank: int) -> Any:
+    """Static arguments that differ; their reprs hold a set and an address."""
+    mapped = pmap(lambda x, static: _share(x) * static[0], "i", static_broadcasted_argnums=1)
+    unstable = (frozenset({"a", "b", "c"}), functools.partial(_share), object)
+    return _after_a_good_call(
+        mapped, rank, (1.0, *unstable), differ=lambda rank: (_local(rank), (1.0 + rank, *unstable))
+    )
+
+
+def later_number(rank: int) -> Any:
+    """A Python number that fits in one process only, of a signature that was compiled."""
+    mapped = pmap(lambda x, n: _share(x) + jax.numpy.float32(n), "i", in_axes=(0, None))
+    return _after_a_good_call(
+        mapped, rank, 0, differ=lambda rank: (_local(rank), 2**40 if rank else 0)
+    )
+
+
+def later_deleted(rank: int) -> Any:
+    """An array that only process 1 has donated elsewhere, of a signature that was compiled."""
+    mapped = pmap(_share, "i")
+    x = mapped(_local(rank))
+    if rank:
+        x.delete()
+    return _after_a_good_call(mapped, rank, differ=lambda rank: (x,))
+
+
+def later_raises_while_traced(rank: int) -> Any:
+    """The function raises for what process 1 passes."""
+
+    def fun(x: jax.Array) -> jax.Array:
+        if x.ndim:
+            raise KeyError("not this shape")
+        return _share(x)
+
+    mapped = pmap(fun, "i")
+    return _after_a_good_call(
+        mapped, rank, differ=lambda rank: (_local(rank)[:, None] if rank else _local(rank),)
+    )
+
+
+def later_mesh_set(rank: int) -> Any:
+    """Process 1 calls under jax.set_mesh."""
+    mapped = pmap(_share, "i")
+
+    def call(rank: int) -> Any:
+        if not rank:
+            return mapped(_local(rank))
+        with jax.set_mesh(jax.make_mesh((len(jax.devices()),), ("data",))):
+            return mapped(_local(rank))
+
+    return [_values(mapped(_local(rank))), _run(call, rank), _values(mapped(_local(rank)))]
+
+
+def other_order(rank: int) -> Any:
+    """Two functions in two orders; both are lambdas of this file, alike but for their bodies."""
+    sums = pmap(lambda x: jax.lax.psum(x, "i"), "i")
+    means = pmap(lambda x: jax.lax.pmean(x, "i"), "i")
+    both = (sums, means) if rank == 0 else (means, sums)
+    return [_run(lambda rank, f=f: _values(f(_local(rank))), rank) for f in both]
+
+
+def other_names(rank: int) -> Any:
+    """Two functions that compute the same."""
+    return _values(pmap(_share if rank else _same_share, "i")(_local(rank)))
+
+
+def depends_on_process(rank: int) -> Any:
+    """One function that traces to another program in each process."""
+    return _values(pmap(lambda x: jax.lax.psum(x + np.float32(rank), "i"), "i")(_local(rank)))
+
+
+def made_again_on_one(rank: int) -> Any:
+    """A pmap made anew in process 1: not compiled there, and the same program."""
+    mapped = pmap(_share, "i")
+    mapped(_local(rank))
+    return _values((pmap(_share, "i") if rank else mapped)(_local(rank)))
+
+
+def lowered_on_one(rank: int) -> Any:
+    """Lowering is nobody else's business."""
+    return list(pmap(_share, "i").lower(_local(rank)).out_info.shape) if rank else None
+
+
+def traced_once(rank: int) -> Any:
+    """Each signature is traced once."""
+    traces = []
+    mapped = pmap(lambda x: traces.append(x.shape) or _share(x), "i")
+    for _ in range(3):
+        mapped(_local(rank))
+    return len(traces)
+
+
+def many_calls(rank: int) -> Any:
+    """More calls than texts are kept together."""
+    mapped = pmap(_share, "i")
+    return [_values(mapped(_local(rank))) for _ in range(600)][-1]
+
+
+def call_left_out(rank: int) -> Any:
+    """Process 1 leaves the second call out. The third is the others' third and its second."""
+    mapped = pmap(_share, "i")
+    mapped(_local(rank))
+    if rank == 1:
+        time.sleep(1.5 * float(os.environ["XREX_PMAP_SECONDS"]))
+    seen = [_run(lambda rank: _values(mapped(_local(rank))), rank)]
+    return [*seen, _values(mapped(_local(rank)))]
+
+
+def last_call_left_out(rank: int) -> Any:
+    """Process 1 goes on to its end without the second call."""
+    mapped = pmap(_share, "i")
+    mapped(_local(rank))
+    return _values(mapped(_local(rank))) if rank != 1 else None
+
+
+def wrong_deadline(rank: int) -> Any:
+    """A deadline that process 1 cannot read."""
+    kept = os.environ.get("XREX_PMAP_SECONDS")
+    if rank:
+        os.environ["XREX_PMAP_SECONDS"] = "soon"
+    try:
+        return _values(pmap(_share, "i")(_local(rank)))
+    finally:
+        if kept is None:
+            os.environ.pop("XREX_PMAP_SECONDS", None)
+        else:
+            os.environ["XREX_PMAP_SECONDS"] = kept
+
+
 def _run(case: Callable[[int], Any], rank: int) -> Any:
+    started = time.perf_counter()
     try:
         return {"value": case(rank)}
     except Exception as error:
-        notes = getattr(error, "__notes__", [])
-        return {"error": type(error).__name__, "text": str(error), "notes": notes}
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "notes": getattr(error, "__notes__", []),
+            "seconds": time.perf_counter() - started,
+        }
 
 
 def main() -> None:

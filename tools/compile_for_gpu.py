@@ -22,6 +22,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from tools.aot_folder import add_aot_folder
+
+add_aot_folder()
+
 import jax
 import numpy as np
 from absl import app, flags

@@ -70,10 +70,7 @@ def missing() -> str | None:
         if not _is_installed(module)
     ]
     if absent:
-        return (
-            f"compiling for GPUs needs {', '.join(absent)}: run `bash tools/setup_env.sh --aot`, "
-            "or install requirements-aot.txt with pip's --no-deps"
-        )
+        return f"compiling for GPUs needs {', '.join(absent)}: run `bash tools/setup_env.sh --aot`"
     try:
         gpu_devices(TARGETS["h100"], 1)
     except CompilerMissing as error:

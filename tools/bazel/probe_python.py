@@ -1,10 +1,11 @@
 """Tells what an interpreter has installed, and what it lacks. Run by any Python from 3.8 on.
 
-    python -I probe_python.py [--pinned=requirements.txt] [DISTRIBUTION...]
+    python -I probe_python.py [--pinned=requirements.txt] [--path=FOLDER] [DISTRIBUTION...]
 
 Prints the Python version and every installed distribution with its version, a line each. What is
 missing, of the named distributions and of those that the file pins, is told in one line to standard
-error; then the exit status is 3. Nothing is imported, and no network is used.
+error; then the exit status is 3. With --path, what lies in that folder counts alone. Nothing is
+imported, and no network is used.
 """
 
 from __future__ import annotations
@@ -53,22 +54,28 @@ def pins(requirements: str) -> dict[str, str]:
     return wanted
 
 
-def installed_version(name: str) -> str | None:
-    """The version of a distribution, or None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def installed_versions(path: Path | None) -> dict[str, str]:
+    """The versions of all distributions, by name, in a folder or where Python looks."""
+    look = [] if path is None else [str(path)]
+    found = metadata.distributions(path=look) if look else metadata.distributions()
+    # Where one is there twice, Python takes the first.
+    return {each.metadata["Name"]: each.version for each in reversed(list(found))}
 
 
-def lacking(names: list[str], pinned: dict[str, str]) -> list[str]:
-    """What is missing, in words."""
+def normalized(name: str) -> str:
+    """A distribution's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def lacking(names: list[str], pinned: dict[str, str], installed: dict[str, str]) -> list[str]:
+    """What is missing of those, in words."""
+    versions = {normalized(name): version for name, version in installed.items()}
     missing = []
     if sys.version_info < OLDEST:
         missing.append("Python {}.{} or newer".format(*OLDEST))
-    missing += [name for name in names if installed_version(name) is None]
+    missing += [name for name in names if normalized(name) not in versions]
     for name, version in pinned.items():
-        found = installed_version(name)
+        found = versions.get(normalized(name))
         # A pin without a local version, such as +cuda, is met by one with it.
         if found is None:
             missing.append(f"{name}=={version}")
@@ -81,17 +88,20 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description="Tells what this interpreter has installed.")
     parser.add_argument("--pinned", type=Path)
+    parser.add_argument("--path", type=Path)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args(arguments)
-    found = {f"{each.metadata['Name']}=={each.version}" for each in metadata.distributions()}
+    installed = installed_versions(options.path)
     python = f"Python {platform.python_version()}"
-    print(python, *sorted(found), sep="\n")
-    missing = lacking(options.names, pins(options.pinned.read_text()) if options.pinned else {})
+    print(python, *sorted(f"{name}=={version}" for name, version in installed.items()), sep="\n")
+    pinned = pins(options.pinned.read_text()) if options.pinned else {}
+    missing = lacking(options.names, pinned, installed)
     if not missing:
         return 0
     more = [f"and {len(missing) - SHOWN} more"] if len(missing) > SHOWN else []
     listed = ", ".join(missing[:SHOWN] + more)
-    print(f"{sys.executable} ({python}) lacks: {listed}.", file=sys.stderr)
+    where = options.path or f"{sys.executable} ({python})"
+    print(f"{where} lacks: {listed}.", file=sys.stderr)
     return MISSING
 
 

@@ -2,7 +2,7 @@
 
 None of them touches a device or traces anything, so each can be called on its own, for instance in
 a launcher, before the first array exists. Every error says what was found and the rule it breaks;
-its notes say how to mend it.
+its notes say how to fix it.
 """
 
 import operator
@@ -11,9 +11,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-# A reported number that is absent: no axis_size was given, or no local size could be inferred.
-ABSENT = -1
-
 
 class Leaf(NamedTuple):
     """One array of a call: where it sits among the arguments, its shape, its mapped axis."""
@@ -21,16 +18,6 @@ class Leaf(NamedTuple):
     path: str  # e.g. "args[0]['w']"
     shape: tuple[int, ...]  # per process, the mapped axis included
     axis: int | None  # None: the same value for every device
-
-
-class ProcessReport(NamedTuple):
-    """What one process tells the others before a first launch. All are plain int32 numbers."""
-
-    process_index: int
-    accepted: int  # 1: this process found nothing wrong with its own arguments
-    axis_size: int  # as given to pmap; ABSENT if it was not
-    local_axis_size: int  # mapped entries of this process; ABSENT if they cannot be told
-    num_devices: int  # devices given to pmap; ABSENT if none were
 
 
 def _fail(error: Exception, *notes: str) -> NoReturn:
@@ -297,52 +284,3 @@ def check_given_devices(
             ),
             "Sort them: sorted(devices, key=lambda device: device.process_index).",
         )
-
-
-def check_reports(reports: Sequence[ProcessReport]) -> None:
-    """Checks what all processes reported before a first launch, one report a process.
-
-    The verdict depends on `reports` alone, so every process reaches the same one.
-
-    Raises:
-      ValueError: a process rejected its own arguments (with the text of `check_axis_size` when
-        that was the reason), or the processes disagree on a size.
-    """
-    for report in reports:
-        if report.accepted:
-            continue
-        where = (
-            f"Process {report.process_index} rejected its arguments: no process launched anything."
-        )
-        if report.local_axis_size != ABSENT and report.axis_size != ABSENT:
-            try:
-                check_axis_size(
-                    report.axis_size,
-                    report.local_axis_size,
-                    len(reports),
-                    None if report.num_devices == ABSENT else report.num_devices,
-                )
-            except ValueError as error:
-                error.add_note(where)
-                raise
-        _fail(
-            ValueError(
-                f"pmap was not launched: process {report.process_index} rejected its arguments."
-            ),
-            "The error on that process says why.",
-        )
-    fields = ["axis_size", "num_devices"]
-    if all(report.num_devices == ABSENT for report in reports):
-        # Given devices may lie unevenly: each local size was checked against its own devices.
-        fields.append("local_axis_size")
-    for field in fields:
-        values = [getattr(report, field) for report in reports]
-        if len(set(values)) > 1:
-            _fail(
-                ValueError(
-                    f"pmap needs the same {field} on every process, but they have "
-                    f"{[None if value == ABSENT else value for value in values]}."
-                ),
-                "Every process must call the same pmap, each with its own equal part of the mapped "
-                "axis.",
-            )

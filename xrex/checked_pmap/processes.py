@@ -1,47 +1,16 @@
-"""What `xrex.pmap` does between processes: agree before a launch, go from local to global and back.
+"""From the arrays of one process to those of all, and back.
 
-Arrays that a caller of pmap sees are **local**: they hold this process's entries along the mapped
-axis. The compiled program sees **global** ones, with the entries of all processes, in the order of
-the mesh's devices.
+Arrays that a caller of `xrex.pmap` sees are **local**: they hold this process's entries along the
+mapped axis. The compiled program sees **global** ones, with the entries of all processes, in the
+order of the mesh's devices.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from xrex.checked_pmap.checks import ProcessReport
-
-
-def gather_reports(report: ProcessReport, devices: Sequence[jax.Device]) -> list[ProcessReport]:
-    """Returns the reports of all processes that own one of `devices`, in the order of processes.
-
-    Every one of these processes has to call this, and waits for the others. A process that owns
-    none of the devices gets its own report back and waits for nobody.
-    """
-    first_device = {device.process_index: device for device in reversed(devices)}
-    if report.process_index not in first_device:
-        return [report]
-    mesh = Mesh(np.array([first_device[index] for index in sorted(first_device)]), ("process",))
-    limits = np.iinfo(np.int32)  # a size beyond them is wrong, and stays so when clipped
-    table = jax.make_array_from_process_local_data(
-        NamedSharding(mesh, PartitionSpec("process")),
-        np.array([[min(max(value, limits.min), limits.max) for value in report]], np.int32),
-        (len(first_device), len(report)),
-    )
-    gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    # A call that is being traced, which will be refused, must still answer the other processes.
-    with jax.ensure_compile_time_eval():
-        rows = np.asarray(gather(table).addressable_data(0))
-    return [ProcessReport(*row) for row in rows.tolist()]
-
-
-def spans_processes(mesh: Mesh) -> bool:
-    """Whether the mesh has devices of other processes beside this one's."""
-    return mesh.size != mesh.local_mesh.size
 
 
 def to_global(leaves: Sequence[Any], mesh: Mesh, specs: Sequence[PartitionSpec]) -> list[Any]:
@@ -49,6 +18,7 @@ def to_global(leaves: Sequence[Any], mesh: Mesh, specs: Sequence[PartitionSpec])
 
     A leaf that is already laid out over this process's devices keeps its buffers. Python numbers
     stay as they are, and stay weakly typed; so do arrays being traced, on a mesh of one process.
+    Nothing is said between processes.
 
     Raises:
       NotImplementedError: a leaf is being traced and the mesh is of several processes.
@@ -57,7 +27,7 @@ def to_global(leaves: Sequence[Any], mesh: Mesh, specs: Sequence[PartitionSpec])
     converted = []
     for leaf, spec in zip(leaves, specs, strict=True):
         traced = isinstance(leaf, jax.core.Tracer)
-        if traced and spans_processes(mesh):
+        if traced and mesh.size != mesh.local_mesh.size:
             error = NotImplementedError(
                 "pmap over several processes cannot run under jit, grad or vmap: the arrays being "
                 "traced are of one process only."
@@ -82,14 +52,13 @@ def to_global_shapes(
     leaves: Sequence[Any], mesh: Mesh, specs: Sequence[PartitionSpec]
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the global shapes, dtypes and shardings of what `to_global` would make."""
-    scale = mesh.size // mesh.local_mesh.size
     shapes = []
     for leaf, spec in zip(leaves, specs, strict=True):
         aval = jax.eval_shape(lambda x: x, leaf)
         shape = list(aval.shape)
         for axis, name in enumerate(spec):
             if name is not None:
-                shape[axis] *= scale
+                shape[axis] = shape[axis] * mesh.size // mesh.local_mesh.size
         sharding = NamedSharding(mesh, spec)
         shapes.append(
             jax.ShapeDtypeStruct(
@@ -101,6 +70,4 @@ def to_global_shapes(
 
 def to_local(outputs: Any, mesh: Mesh, specs: Any) -> Any:
     """Returns this process's part of global `outputs`; `specs` is a tree prefix of them."""
-    if not spans_processes(mesh):
-        return outputs
     return multihost_utils.global_array_to_host_local_array(outputs, mesh, specs)

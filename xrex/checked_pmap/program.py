@@ -1,7 +1,6 @@
 """The compiled program behind a signature of `xrex.pmap`: a `jax.jit` around a `jax.shard_map`."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -10,33 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
-# Stands for None in a tree of axes, where None would be a subtree without leaves.
-_WHOLE = object()
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """The arguments of one `pmap`, checked."""
-
-    fun: Callable[..., Any]
-    axis_name: Hashable
-    in_axes: Any
-    out_axes: Any
-    static_argnums: tuple[int, ...]
-    donate_argnums: tuple[int, ...]
-    devices: tuple[jax.Device, ...] | None
-    axis_size: int | None
-
-
-class Call(NamedTuple):
-    """One call, taken apart and checked: all that selects the program, and its arguments."""
-
-    treedef: Any  # of (args, kwargs)
-    statics: tuple[tuple[type, Any], ...]  # with their types: 1 == True, yet not the same program
-    size: int  # entries along the mapped axis, of this process
-    axes: tuple[int | None, ...]  # one a leaf
-    leaves: list[Any]
-    args: tuple[Any, ...]  # without the static ones
+from xrex.checked_pmap.axes import axes_leaves, broadcast_axes, map_axes
+from xrex.checked_pmap.call import Call
+from xrex.checked_pmap.mapping import Mapping
 
 
 class Program(NamedTuple):
@@ -46,30 +21,17 @@ class Program(NamedTuple):
     run: Any  # a jax.jit of it: (*args) without keyword arguments, (*args, kwargs) with
     donate: tuple[int, ...]  # positions in args
     mesh: Mesh
-    in_specs: tuple[PartitionSpec, ...]  # one a leaf
+    in_specs: tuple[PartitionSpec, ...]  # one per leaf
     out_specs: Any  # a tree prefix of the outputs
-
-
-def broadcast_axes(axes: Any, tree: Any) -> tuple[int | None, ...]:
-    """Returns the axis of each leaf of `tree`, given `axes` for a tree prefix of it.
-
-    Raises:
-      ValueError: `axes` is not a tree prefix.
-    """
-    marked = _map_axes(lambda axis: _WHOLE if axis is None else axis, axes)
-    spread = jax.tree.broadcast(marked, tree)
-    return tuple(None if axis is _WHOLE else axis for axis in jax.tree.leaves(spread))
 
 
 def build_program(mapping: Mapping, call: Call, devices: Sequence[jax.Device]) -> Program:
     """Returns the program for calls like `call`, on a mesh of `devices` in that order."""
     mesh = Mesh(np.array(devices), (mapping.axis_name,), axis_types=(AxisType.Auto,))
     in_specs = tuple(_spec(mapping, axis) for axis in call.axes)
-    out_specs = _map_axes(lambda axis: _spec(mapping, axis), mapping.out_axes)
+    out_specs = map_axes(lambda axis: _spec(mapping, axis), mapping.out_axes)
     per_device = _per_device(mapping, call)
-    whole_outputs = any(
-        axis is None for axis in jax.tree.leaves(mapping.out_axes, is_leaf=_is_none)
-    )
+    whole_outputs = None in axes_leaves(mapping.out_axes)
 
     def block(*blocks: Any) -> Any:
         return _insert_mapped_axes(mapping, per_device(*blocks))
@@ -91,7 +53,7 @@ def build_program(mapping: Mapping, call: Call, devices: Sequence[jax.Device]) -
     args_shardings, kwargs_shardings = jax.tree.unflatten(
         call.treedef, [NamedSharding(mesh, spec) for spec in in_specs]
     )
-    dynamic = [i for i in range(_num_args(mapping, call)) if i not in mapping.static_argnums]
+    dynamic = mapping.dynamic_argnums(_num_args(mapping, call))
     donate = tuple(at for at, argnum in enumerate(dynamic) if argnum in mapping.donate_argnums)
     run = jax.jit(
         function,
@@ -100,15 +62,6 @@ def build_program(mapping: Mapping, call: Call, devices: Sequence[jax.Device]) -
         donate_argnums=donate,
     )
     return Program(function, run, donate, mesh, in_specs, out_specs)
-
-
-def _is_none(axis: Any) -> bool:
-    return axis is None
-
-
-def _map_axes(fun: Callable[[int | None], Any], axes: Any) -> Any:
-    """Applies `fun` to every axis of a tree of axes, None included."""
-    return jax.tree.map(fun, axes, is_leaf=_is_none)
 
 
 def _num_args(mapping: Mapping, call: Call) -> int:
@@ -133,7 +86,7 @@ def _check_no_explicit_sharding(leaves: Sequence[Any]) -> None:
             )
             error.add_note(
                 "Pass numpy.asarray(array), or lay it out on a mesh whose axes are AxisType.Auto, "
-                "one entry a device; or use jax.shard_map with the array's mesh."
+                "one entry per device; or use jax.shard_map with the array's mesh."
             )
             raise error
 
