@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tools.batches import padded_parts, row_penalties, training_batches
-from tools.clicks import PADDING
-from tools.synthetic import SyntheticConfig, synthetic_clicks
+from tools.recommender.batches import padded_parts, row_penalties, training_batches
+from tools.recommender.clicks import PADDING
+from tools.recommender.synthetic import SyntheticConfig, synthetic_clicks
 
 DATA = synthetic_clicks(SyntheticConfig(examples=100, users=7, items=50))
 

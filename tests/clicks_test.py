@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tools.clicks import PADDING, Column, DataError, make_click_data, read_ratings_csv
-from tools.synthetic import SyntheticConfig, synthetic_clicks
+from tools.recommender.clicks import PADDING, Column, DataError, make_click_data, read_ratings_csv
+from tools.recommender.synthetic import SyntheticConfig, synthetic_clicks
 
 HEADER = "userId,movieId,rating,timestamp\n"
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.clicks import Column, make_click_data
-from tools.metrics import auc, fit_baseline, fit_biases, validation_folds
+from tools.recommender.clicks import Column, make_click_data
+from tools.recommender.metrics import auc, fit_baseline, fit_biases, validation_folds
 
 LABELLED_SCORES = st.lists(
     st.tuples(st.booleans(), st.integers(-3, 3)), min_size=2, max_size=40

@@ -7,9 +7,9 @@ import zipfile
 
 import pytest
 
-from tools import movielens
-from tools.clicks import PADDING, DataError
-from tools.movielens import ML_100K, Source, download_wheel, fetch, read_movielens
+from tools.recommender import movielens
+from tools.recommender.clicks import PADDING, DataError
+from tools.recommender.movielens import ML_100K, Source, download_wheel, fetch, read_movielens
 
 FOLDER = "recbole/dataset_example/ml-100k"
 WHEEL = "recbole-1.2.1-py3-none-any.whl"

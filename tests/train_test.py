@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tools import click_model, experiment, report
-from tools.clicks import PADDING
-from tools.experiment import Experiment, UsageError, choose_mesh, run
-from tools.metrics import auc
-from tools.synthetic import SyntheticConfig, synthetic_clicks
-from tools.training import TrainConfig, make_trainer, predict, train
+from tools.recommender import click_model, experiment, report
+from tools.recommender.clicks import PADDING
+from tools.recommender.experiment import Experiment, UsageError, choose_mesh, run
+from tools.recommender.metrics import auc
+from tools.recommender.synthetic import SyntheticConfig, synthetic_clicks
+from tools.recommender.training import TrainConfig, make_trainer, predict, train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 STREAM = SyntheticConfig(examples=12_000, users=40, items=60, categories=8, zipf=0.5)

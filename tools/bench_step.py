@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xrex
-from tools.experiment import choose_mesh
-from tools.synthetic import zipf_ids
+from tools.recommender.experiment import choose_mesh
+from tools.recommender.synthetic import zipf_ids
 
 _DEVICES = flags.DEFINE_integer("devices", 8, "Devices; simulated where there is no GPU.")
 _VOCAB = flags.DEFINE_integer("vocab", 1_000_000, "Rows of the table.")

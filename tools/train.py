@@ -10,13 +10,13 @@ import sys
 from absl import app, flags, logging
 from rich.console import Console
 
-from tools.clicks import DataError
-from tools.experiment import SIMULATED_DEVICES, Experiment, UsageError, choose_mesh, run
-from tools.metrics import VALIDATION_FOLDS
-from tools.movielens import default_cache
+from tools.recommender.clicks import DataError
+from tools.recommender.experiment import SIMULATED_DEVICES, Experiment, UsageError, choose_mesh, run
+from tools.recommender.metrics import VALIDATION_FOLDS
+from tools.recommender.movielens import default_cache
 from tools.paths import from_caller
-from tools.synthetic import SyntheticConfig
-from tools.training import TrainConfig
+from tools.recommender.synthetic import SyntheticConfig
+from tools.recommender.training import TrainConfig
 
 _DEFAULTS = TrainConfig(mesh=(1,))
 _SYNTHETIC = SyntheticConfig()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.clicks import (
+from tools.recommender.clicks import (
     PADDING,
     ClickData,
     Column,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.clicks import ClickData, Feature, check_labels, split_at
+from tools.recommender.clicks import ClickData, Feature, check_labels, split_at
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 import xrex
-from tools import click_model
-from tools.batches import padded_parts, training_batches
-from tools.click_model import ClickInputs, ClickModelConfig, ClickModelParams
-from tools.clicks import ClickData
+from tools.recommender import click_model
+from tools.recommender.batches import padded_parts, training_batches
+from tools.recommender.click_model import ClickInputs, ClickModelConfig, ClickModelParams
+from tools.recommender.clicks import ClickData
 
 
 @dataclass(frozen=True)

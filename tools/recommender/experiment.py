@@ -14,12 +14,12 @@ import numpy as np
 from rich.console import Console
 
 import xrex
-from tools import report
-from tools.clicks import ClickData, read_ratings_csv
-from tools.metrics import auc, fit_baseline, validation_folds
-from tools.movielens import load_movielens
-from tools.synthetic import SyntheticConfig, synthetic_clicks
-from tools.training import StepReport, TrainConfig, make_trainer, predict, train
+from tools.recommender import report
+from tools.recommender.clicks import ClickData, read_ratings_csv
+from tools.recommender.metrics import auc, fit_baseline, validation_folds
+from tools.recommender.movielens import load_movielens
+from tools.recommender.synthetic import SyntheticConfig, synthetic_clicks
+from tools.recommender.training import StepReport, TrainConfig, make_trainer, predict, train
 
 SIMULATED_DEVICES = 8
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -37,7 +37,7 @@ class Experiment:
       data: "movielens", "synthetic", or the name of a CSV file.
       out: folder for metrics.json and training.png.
       cache: folder for downloads.
-      fold: 0 tests on the test part; k > 0 on the k-th of `tools.metrics.validation_folds`.
+      fold: 0 tests on the test part; k > 0 on the k-th of `tools.recommender.metrics.validation_folds`.
       train: how to train.
       synthetic: the stream of data="synthetic".
     """

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tools.clicks import PADDING, ClickData
+from tools.recommender.clicks import PADDING, ClickData
 
 BIASED = 2
 """How many features have a bias: the first ones, user and item."""

@@ -8,7 +8,7 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 from scipy.special import expit  # type: ignore[import-untyped]
 from scipy.stats import rankdata  # type: ignore[import-untyped]
 
-from tools.clicks import PADDING, ClickData
+from tools.recommender.clicks import PADDING, ClickData
 
 USER_PENALTIES = (1.0, 3.0, 10.0, 30.0)
 ITEM_PENALTIES = (0.3, 1.0, 3.0)

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tools.click_model import ClickInputs
-from tools.clicks import PADDING, ClickData
+from tools.recommender.click_model import ClickInputs
+from tools.recommender.clicks import PADDING, ClickData
 
 
 def training_batches(
