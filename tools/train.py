@@ -11,10 +11,10 @@ from absl import app, flags, logging
 from rich.console import Console
 
 from tools.clicks import DataError
+from tools.common.paths import from_caller
 from tools.experiment import SIMULATED_DEVICES, Experiment, UsageError, choose_mesh, run
 from tools.metrics import VALIDATION_FOLDS
 from tools.movielens import default_cache
-from tools.paths import from_caller
 from tools.synthetic import SyntheticConfig
 from tools.training import TrainConfig
 
