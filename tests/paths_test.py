@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.paths import from_caller
+from tools.common.paths import from_caller
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 import xrex
 from tools import layout_text, mesh_picture
-from tools.paths import from_caller
+from tools.common.paths import from_caller
 from xrex.layout.layout import SIZES, axis_tuple
 
 ACCEPTED, REJECTED, USAGE = 0, 1, 2

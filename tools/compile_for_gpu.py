@@ -28,10 +28,10 @@ from absl import app, flags
 from jax.sharding import Mesh
 
 from tools import compiled_program, gpu_topology
+from tools.common.paths import from_caller
 from tools.compiled_program import Report, Usage
 from tools.exposed_communication import Exposure, exposed_communication
 from tools.gpu_topology import GpuTarget
-from tools.paths import from_caller
 
 _GPU = flags.DEFINE_enum("gpu", "h100", sorted(gpu_topology.TARGETS), "the model to compile for")
 _GPUS = flags.DEFINE_integer("gpus", 8, "GPUs a host", lower_bound=1)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 import xrex
 from pallas_kernels import api
-from tools.paths import from_caller
+from tools.common.paths import from_caller
 
 _OUT = flags.DEFINE_string("out", "out/gpu_check.json", "the JSON file to write")
 _TESTS = flags.DEFINE_string("tests", "not run", "how the tests went, for the file")

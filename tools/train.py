@@ -10,11 +10,11 @@ import sys
 from absl import app, flags, logging
 from rich.console import Console
 
+from tools.common.paths import from_caller
 from tools.recommender.clicks import DataError
 from tools.recommender.experiment import SIMULATED_DEVICES, Experiment, UsageError, choose_mesh, run
 from tools.recommender.metrics import VALIDATION_FOLDS
 from tools.recommender.movielens import default_cache
-from tools.paths import from_caller
 from tools.recommender.synthetic import SyntheticConfig
 from tools.recommender.training import TrainConfig
 

@@ -37,7 +37,7 @@ class Experiment:
       data: "movielens", "synthetic", or the name of a CSV file.
       out: folder for metrics.json and training.png.
       cache: folder for downloads.
-      fold: 0 tests on the test part; k > 0 on the k-th of `tools.recommender.metrics.validation_folds`.
+      fold: 0 tests on the test part; k > 0 on the k-th of `validation_folds`.
       train: how to train.
       synthetic: the stream of data="synthetic".
     """
