@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xrex
-from tools.recommender.experiment import choose_mesh
+from tools.common.devices import choose_mesh
 from tools.recommender.synthetic import zipf_ids
 
 _DEVICES = flags.DEFINE_integer("devices", 8, "Devices; simulated where there is no GPU.")

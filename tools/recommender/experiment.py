@@ -2,10 +2,8 @@
 
 import dataclasses
 import math
-import os
-import re
-import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +11,121 @@ import jax
 import numpy as np
 from rich.console import Console
 
-import xrex
-from tools.recommender import report
-from tools.recommender.clicks import ClickData, read_ratings_csv
-from tools.recommender.metrics import auc, fit_baseline, validation_folds
+from tools.common.command import UserError, wrong_value
+from tools.common.devices import check_memory
+from tools.recommender import plot, report
+from tools.recommender.baseline import BiasModel, fit_baseline
+from tools.recommender.clicks import ClickData
+from tools.recommender.config import Experiment, TrainConfig
+from tools.recommender.folds import VALIDATION_FOLDS, choose_fold, usable_folds
+from tools.recommender.metrics import auc
 from tools.recommender.movielens import load_movielens
-from tools.recommender.synthetic import SyntheticConfig, synthetic_clicks
-from tools.recommender.training import StepReport, TrainConfig, make_trainer, predict, train
-
-SIMULATED_DEVICES = 8
-_DEVICE_COUNT = "--xla_force_host_platform_device_count"
-
-
-class UsageError(ValueError):
-    """Settings that cannot be; the message says which and why."""
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """What to train on what, and where to leave the outcome.
-
-    Attributes:
-      data: "movielens", "synthetic", or the name of a CSV file.
-      out: folder for metrics.json and training.png.
-      cache: folder for downloads.
-      fold: 0 tests on the test part; k > 0 on the k-th of `validation_folds`.
-      train: how to train.
-      synthetic: the stream of data="synthetic".
-    """
-
-    data: str
-    out: Path
-    cache: Path
-    fold: int
-    train: TrainConfig
-    synthetic: SyntheticConfig
+from tools.recommender.ratings_csv import read_ratings_csv
+from tools.recommender.report import say
+from tools.recommender.synthetic import synthetic_clicks
+from tools.recommender.training import (
+    StepReport,
+    TrainedModel,
+    Trainer,
+    make_trainer,
+    predict,
+    train,
+)
 
 
 def run(experiment: Experiment, console: Console) -> dict[str, Any]:
-    """Trains, prints the table, writes the files, and returns what is in metrics.json.
+    """Trains, prints the figures, writes the files, and returns what is in metrics.json.
+
+    All that can be known before training is checked before it.
 
     Raises:
-      UsageError: data and settings do not go together, or training diverged.
-      DataError: the data cannot be had or used.
-      OSError: the folder cannot be written.
+      UserError: the data cannot be had or used, data and settings do not go together, or training
+        diverged.
+      OSError: a file cannot be written.
     """
-    out, config = experiment.out, experiment.train
-    # First, so that no work is lost to a folder that cannot be written.
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise UsageError(f"--out={out} cannot be written: {error.strerror}") from error
-    data = load_data(experiment)
-    if experiment.fold:
-        data = validation_folds(data)[experiment.fold - 1]
-    try:
-        trainer = make_trainer(data, config)
-    except (ValueError, NotImplementedError) as error:
-        raise UsageError("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
-    describe(console, data, trainer.pipeline.config.handle)
+    report.check_folder(experiment.out)
+    with memory_errors(experiment):
+        data = choose_fold(load_data(experiment), experiment.fold)
+        folds = usable_folds(data)
+        check_memory(
+            data.vocab * experiment.train.emb_width * np.dtype(np.float32).itemsize,
+            f"{data.vocab:,} rows of --emb_width={experiment.train.emb_width}",
+        )
+        trainer = make_trainer(data, experiment.train)
+        describe(console, data, trainer, folds)
+        with console.status("fitting the baseline"):
+            baseline = fit_baseline(data, folds)
+        trained, steps = train_with_bar(console, trainer, data, experiment.train)
+        scores = score_test_part(trained, baseline, data)
+    labels = data.labels[data.train_size :]
+    metrics = {
+        "data": data.name,
+        "fold": experiment.fold,
+        "examples": len(data.labels),
+        "click_rating": data.click_rating,
+        "click_share": data.click_share,
+        "vocab": data.vocab,
+        "tokens": len(steps) * trained.handle.tokens_per_batch,
+        "train_loss": final_loss(steps),
+        "test_auc": auc(labels, scores["model"]),
+        "baseline_auc": auc(labels, scores["biases"]),
+        "baseline_folds": len(folds),
+        "tokens_per_second": steps[-1].tokens_per_second,
+        "dropped_tokens": steps[-1].dropped,
+        "skipped_steps": steps[-1].skipped,
+        "devices": math.prod(experiment.train.mesh),
+        "platform": jax.default_backend(),
+        **dataclasses.asdict(experiment.train),
+    }
+    say(console, f"{data.name} on {metrics['devices']} devices:")
+    console.print(report.summary_table(metrics))
+    picture = plot.write_plot(experiment.out, [step.loss for step in steps], labels, scores)
+    say(console, f"wrote {report.write_metrics(experiment.out, metrics)} and {picture}")
+    return metrics
 
-    with console.status("fitting the baseline"):
-        baseline = fit_baseline(data)
+
+def load_data(experiment: Experiment) -> ClickData:
+    """The data that the experiment names."""
+    if experiment.data == "movielens":
+        return load_movielens(experiment.cache, experiment.click_rating)
+    if experiment.data == "synthetic":
+        if experiment.click_rating is not None:
+            raise wrong_value(
+                "click_rating",
+                f"{experiment.click_rating:g}",
+                "--data=synthetic has clicks and no ratings: leave one of them out",
+            )
+        return synthetic_clicks(experiment.synthetic)
+    if not experiment.data.lower().endswith(".csv"):
+        raise wrong_value(
+            "data", experiment.data, "wanted movielens, synthetic or a file named *.csv"
+        )
+    return read_ratings_csv(Path(experiment.data), experiment.click_rating)
+
+
+def describe(console: Console, data: ClickData, trainer: Trainer, folds: list[ClickData]) -> None:
+    """Says what is about to be trained on what, and what counts as a click."""
+    test = len(data.labels) - data.train_size
+    say(console, f"{data.name}: {data.train_size:,} examples to train on, {test:,} to test")
+    share = f"{data.click_share:.1%} of the examples are clicks"
+    if data.click_rating is None:
+        say(console, share)
+    else:
+        rating = f"a click is a rating of at least {data.click_rating:g}"
+        say(console, f"{rating} (--click_rating changes that): {share}")
+    say(console, f"table: {data.vocab:,} rows; {trainer.handle.describe()}")
+    if len(folds) < VALIDATION_FOLDS:
+        say(
+            console,
+            f"baseline: its penalties are chosen on {len(folds)} of {VALIDATION_FOLDS} validation "
+            "folds, since the others do not have both clicks and non-clicks",
+        )
+
+
+def train_with_bar(
+    console: Console, trainer: Trainer, data: ClickData, config: TrainConfig
+) -> tuple[TrainedModel, list[StepReport]]:
+    """Trains with a progress bar; also returns what was told of each step."""
     steps: list[StepReport] = []
     with report.progress_bar(console) as bar:
         task = bar.add_task("", total=config.steps, loss=float("nan"), rate=0.0, skipped=0)
@@ -90,91 +140,39 @@ def run(experiment: Experiment, console: Console) -> dict[str, Any]:
                 skipped=step.skipped,
             )
 
-        trained = train(trainer, data, config, show)
-
-    labels, token_ids = data.labels[data.train_size :], data.token_ids[data.train_size :]
-    scores = {"model": predict(trained, token_ids), "biases": baseline.scores(token_ids)}
-    if not np.all(np.isfinite(scores["model"])):
-        raise UsageError("the model's scores are not finite: lower --learning_rate")
-    metrics = {
-        "data": data.name,
-        "fold": experiment.fold,
-        "examples": len(data.labels),
-        "vocab": data.vocab,
-        "tokens": len(steps) * trained.handle.tokens_per_batch,
-        "train_loss": final_loss(steps),
-        "test_auc": auc(labels, scores["model"]),
-        "baseline_auc": auc(labels, scores["biases"]),
-        "tokens_per_second": steps[-1].tokens_per_second,
-        "dropped_tokens": steps[-1].dropped,
-        "skipped_steps": steps[-1].skipped,
-        "devices": math.prod(config.mesh),
-        "platform": jax.default_backend(),
-        **dataclasses.asdict(config),
-    }
-    console.print(report.summary_table(metrics))
-    plot = report.write_plot(out, [step.loss for step in steps], labels, scores)
-    console.print(f"wrote {report.write_metrics(out, metrics)} and {plot}", soft_wrap=True)
-    return metrics
+        return train(trainer, data, config, show), steps
 
 
-def choose_mesh(mesh: str | None, devices: int | None) -> tuple[int, ...]:
-    """The sizes of the mesh's axes. Call it before JAX looks for devices: it simulates some.
-
-    Args:
-      mesh: sizes such as "2x4"; None for one axis.
-      devices: how many; None for those of the mesh, or all GPUs, or eight simulated ones.
-
-    Raises:
-      UsageError: a mesh that is none or contradicts `devices`, or too few devices.
-    """
-    shape: tuple[int, ...] | None = None
-    if mesh is not None:
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", mesh):
-            raise UsageError(f"--mesh={mesh}: wanted sizes such as 8, 2x4 or 2x2x2")
-        shape = tuple(map(int, mesh.split("x")))
-        if devices not in (None, math.prod(shape)):
-            raise UsageError(
-                f"--mesh={mesh} has {math.prod(shape)} devices, and --devices is {devices}: "
-                "leave one of them out"
-            )
-    wanted = math.prod(shape) if shape else devices
-    # Counts for the CPU only: where there are GPUs, JAX takes them.
-    if _DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
-        count = f"{_DEVICE_COUNT}={wanted or SIMULATED_DEVICES}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
-    available = jax.device_count()
-    if wanted is not None and wanted > available:
-        raise UsageError(
-            f"{wanted} devices were asked for, and there are {available} of platform "
-            f"{jax.default_backend()} (JAX_PLATFORMS=cpu simulates any number)"
-        )
-    return shape or (wanted or available,)
-
-
-def load_data(experiment: Experiment) -> ClickData:
-    """The data that the experiment names."""
-    if experiment.data == "movielens":
-        return load_movielens(experiment.cache)
-    if experiment.data == "synthetic":
-        return synthetic_clicks(experiment.synthetic)
-    if not experiment.data.endswith(".csv"):
-        raise UsageError(
-            f"--data={experiment.data}: wanted movielens, synthetic or a file named *.csv"
-        )
-    return read_ratings_csv(Path(experiment.data))
-
-
-def describe(console: Console, data: ClickData, handle: xrex.AsyncEmbContextHandle) -> None:
-    """Says what is about to be trained on what."""
-    test = len(data.labels) - data.train_size
-    console.print(f"{data.name}: {data.train_size:,} examples to train on, {test:,} to test")
-    console.print(f"table: {data.vocab:,} rows; {handle.describe()}", markup=False, soft_wrap=True)
+def score_test_part(
+    trained: TrainedModel, baseline: BiasModel, data: ClickData
+) -> dict[str, np.ndarray]:
+    """The log-odds of a click in the test part, by the model and by the baseline."""
+    token_ids = data.token_ids[data.train_size :]
+    model = predict(trained, token_ids)
+    if not np.all(np.isfinite(model)):
+        raise UserError("the model's scores are not finite: lower --learning_rate")
+    return {"model": model, "biases": baseline.scores(token_ids)}
 
 
 def final_loss(steps: list[StepReport]) -> float:
     """The mean loss of the last tenth of the steps, those not finite left out."""
     losses = [step.loss for step in steps[-math.ceil(len(steps) / 10) :] if np.isfinite(step.loss)]
     if not losses:
-        raise UsageError("no loss of the last steps is finite: lower --learning_rate")
+        raise UserError("no loss of the last steps is finite: lower --learning_rate")
     return float(np.mean(losses))
+
+
+@contextmanager
+def memory_errors(experiment: Experiment) -> Iterator[None]:
+    """Turns errors of memory that ran out into a UserError that says what needs less."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        text = str(error)
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text:
+            raise
+        sizes = "--examples, --users or --items, " if experiment.data == "synthetic" else ""
+        raise UserError(
+            f"there is not enough memory ({text.splitlines()[0] if text else 'out of memory'}): "
+            f"lower {sizes}--batch_size or --emb_width"
+        ) from error
