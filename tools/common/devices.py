@@ -56,7 +56,8 @@ def choose_devices(wanted: int | None) -> Sequence[jax.Device]:
     if wanted is not None and wanted > len(devices):
         raise UserError(
             f"{wanted} devices were asked for, and there are {len(devices)} of platform "
-            f"{jax.default_backend()} (JAX_PLATFORMS=cpu simulates any number): lower --devices or --mesh"
+            f"{jax.default_backend()} (JAX_PLATFORMS=cpu simulates any number): "
+            "lower --devices or --mesh"
         )
     return devices[:wanted]
 

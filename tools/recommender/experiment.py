@@ -115,10 +115,11 @@ def describe(console: Console, data: ClickData, trainer: Trainer, folds: list[Cl
         say(console, f"{rating} (--click_rating changes that): {share}")
     say(console, f"table: {data.vocab:,} rows; {trainer.handle.describe()}")
     if len(folds) < VALIDATION_FOLDS:
+        penalties = "those choose its penalties" if folds else "its penalties are fixed"
         say(
             console,
-            f"baseline: its penalties are chosen on {len(folds)} of {VALIDATION_FOLDS} validation "
-            "folds, since the others do not have both clicks and non-clicks",
+            f"baseline: only {len(folds)} of {VALIDATION_FOLDS} validation folds have both clicks "
+            f"and non-clicks; {penalties}",
         )
 
 
@@ -150,7 +151,9 @@ def score_test_part(
     token_ids = data.token_ids[data.train_size :]
     model = predict(trained, token_ids)
     if not np.all(np.isfinite(model)):
-        raise UserError("the model's scores are not finite: lower --learning_rate")
+        raise UserError(
+            "the model's scores are not finite: lower --learning_rate or --dense_learning_rate"
+        )
     return {"model": model, "biases": baseline.scores(token_ids)}
 
 
@@ -158,7 +161,9 @@ def final_loss(steps: list[StepReport]) -> float:
     """The mean loss of the last tenth of the steps, those not finite left out."""
     losses = [step.loss for step in steps[-math.ceil(len(steps) / 10) :] if np.isfinite(step.loss)]
     if not losses:
-        raise UserError("no loss of the last steps is finite: lower --learning_rate")
+        raise UserError(
+            "no loss of the last steps is finite: lower --learning_rate or --dense_learning_rate"
+        )
     return float(np.mean(losses))
 
 
