@@ -189,6 +189,29 @@ def test_what_the_library_refuses_is_shown_with_its_advice(
     assert "JAX" not in err
 
 
+def test_a_lack_of_memory_is_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    import jax
+
+    for error in (MemoryError("8 TB"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 8 TB")):
+        status, _, err = run(capsys, [], raising(error))
+        assert status == 2
+        assert err.startswith("example: out of memory: choose smaller sizes")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        example().status(raising(jax.errors.JaxRuntimeError("INTERNAL: a bug")), [])
+
+
+def test_one_argument_may_stand_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    tool = Command("example", None, "FILE")
+    tool.integer("rows", 8, "Rows.")
+    tool.parse(["events.json", "--rows=3"])
+    assert (tool.operand, tool.flags["rows"].value) == ("events.json", 3)
+    assert tool.status(lambda: None, []) == 2
+    assert "missing FILE" in capsys.readouterr().err
+    assert tool.status(lambda: None, ["one", "two"]) == 2
+    assert "'two'" in capsys.readouterr().err
+    assert tool.status(lambda: None, ["--help"]) == 0
+
+
 @pytest.mark.parametrize("error", [TypeError("a bug"), ValueError("a bug"), AssertionError()])
 def test_a_fault_of_the_tool_shows_where(error: Exception) -> None:
     with pytest.raises(type(error)):

@@ -60,11 +60,10 @@ def test_check_mesh_draws_into_the_callers_folder(tmp_path: Path) -> None:
 
 def test_gpu_check_writes_into_the_callers_folder(tmp_path: Path) -> None:
     program = """
-from absl import app
 from tools import gpu_check
 gpu_check.training_step = lambda *_: {"same bits in two runs": True}
 gpu_check.table_batched = gpu_check.measure_width = lambda *_: []
-app.run(gpu_check.main)
+gpu_check.COMMAND.run(gpu_check.main)
 """
     result = run_as_bazel(tmp_path, "-c", program, "--small", "--out=found/gpu.json")
     assert result.returncode == 0, result.stderr

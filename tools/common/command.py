@@ -50,9 +50,17 @@ def wrong_value(name: str, value: object, wanted: str) -> UserError:
 class Command:
     """One tool: its name, its help and its flags. Flags are defined before the tool runs."""
 
-    def __init__(self, name: str, text: str | None) -> None:
-        """Makes a tool without flags; `text` is what `--help` shows before the flags."""
+    def __init__(self, name: str, text: str | None, operand: str | None = None) -> None:
+        """Makes a tool without flags.
+
+        Args:
+          name: what its messages begin with.
+          text: what `--help` shows before the flags.
+          operand: what the one argument without a flag is called; None where there is none.
+        """
         self.name = name
+        self.operand = ""
+        self._operand = operand
         self.flags = flags.FlagValues()
         self.names: list[str] = []
         self._text = (text or "").strip()
@@ -146,13 +154,16 @@ class Command:
         except Exception as error:
             if isinstance(error, UserError) or _is_about_arguments(error):
                 return self._refuse("\n".join([str(error), *_notes(error)]))
+            if _is_lack_of_memory(error):
+                return self._refuse(f"out of memory: choose smaller sizes ({error})")
             raise
 
     def parse(self, arguments: Sequence[str]) -> None:
         """Reads a command line; flags that it does not name have their defaults.
 
         Raises:
-          UserError: a flag is unknown or has a wrong value, or an argument belongs to no flag.
+          UserError: a flag is unknown or has a wrong value, an argument belongs to no flag, or the
+            operand is missing.
         """
         self.flags.unparse_flags()
         try:
@@ -165,6 +176,9 @@ class Command:
             ) from error
         except flags.Error as error:
             raise UserError(str(error).removeprefix("flag ")) from error
+        self.operand = stray.pop(0) if self._operand and stray else ""
+        if self._operand and not (self.operand or self._help.value):
+            raise UserError(f"missing {self._operand}: --help says what it is")
         if stray:
             raise UserError(f"{stray[0]!r} belongs to no flag: flags are --name=value")
 
@@ -225,6 +239,13 @@ def _is_about_arguments(error: Exception) -> bool:
         innermost = innermost.tb_next
     module = innermost.tb_frame.f_globals.get("__name__", "").partition(".")[0]
     return module in _OURS and _is_raise(innermost)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether this machine, or a device of it, has too little memory."""
+    # By name: a tool without JAX need not import it for its errors' sake.
+    is_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    return isinstance(error, MemoryError) or (is_jax and "RESOURCE_EXHAUSTED" in str(error))
 
 
 def _is_raise(traceback: TracebackType) -> bool:

@@ -89,7 +89,7 @@ def several(parse_one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
             try:
                 values.append(parse_one(part.strip()))
             except ValueError as error:
-                raise ValueError(f"{part!r} is among the values: {error} in each place") from error
+                raise ValueError(f"{part!r} cannot be used: {error}") from error
         return tuple(values)
 
     return parse

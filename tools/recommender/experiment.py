@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +42,18 @@ def run(experiment: Experiment, console: Console) -> dict[str, Any]:
       OSError: a file cannot be written.
     """
     report.check_folder(experiment.out)
-    with memory_errors(experiment):
-        data = choose_fold(load_data(experiment), experiment.fold)
-        folds = usable_folds(data)
-        check_memory(
-            data.vocab * experiment.train.emb_width * np.dtype(np.float32).itemsize,
-            f"{data.vocab:,} rows of --emb_width={experiment.train.emb_width}",
-        )
-        trainer = make_trainer(data, experiment.train)
-        describe(console, data, trainer, folds)
-        with console.status("fitting the baseline"):
-            baseline = fit_baseline(data, folds)
-        trained, steps = train_with_bar(console, trainer, data, experiment.train)
-        scores = score_test_part(trained, baseline, data)
+    data = choose_fold(load_data(experiment), experiment.fold)
+    folds = usable_folds(data)
+    check_memory(
+        data.vocab * experiment.train.emb_width * np.dtype(np.float32).itemsize,
+        f"{data.vocab:,} rows of --emb_width={experiment.train.emb_width}",
+    )
+    trainer = make_trainer(data, experiment.train)
+    describe(console, data, trainer, folds)
+    with console.status("fitting the baseline"):
+        baseline = fit_baseline(data, folds)
+    trained, steps = train_with_bar(console, trainer, data, experiment.train)
+    scores = score_test_part(trained, baseline, data)
     labels = data.labels[data.train_size :]
     metrics = {
         "data": data.name,
@@ -165,19 +162,3 @@ def final_loss(steps: list[StepReport]) -> float:
             "no loss of the last steps is finite: lower --learning_rate or --dense_learning_rate"
         )
     return float(np.mean(losses))
-
-
-@contextmanager
-def memory_errors(experiment: Experiment) -> Iterator[None]:
-    """Turns errors of memory that ran out into a UserError that says what needs less."""
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        text = str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text:
-            raise
-        sizes = "--examples, --users or --items, " if experiment.data == "synthetic" else ""
-        raise UserError(
-            f"there is not enough memory ({text.splitlines()[0] if text else 'out of memory'}): "
-            f"lower {sizes}--batch_size or --emb_width"
-        ) from error
