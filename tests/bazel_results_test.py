@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.bazel_results import Counts, count_events, main
+from tools.bazel import results
+from tools.bazel.results import Counts, count_events
+from tools.common import command
 
 REPORT = """<?xml version="1.0"?>
 <testsuites>
@@ -48,5 +50,26 @@ def test_the_line_stands_alone(
 ) -> None:
     events = tmp_path / "events.json"
     events.write_text(event("FAILED", report) + "\n")
-    main(str(events))
+    status = results.COMMAND.status(results.main, [str(events)])
+    assert status == command.DONE
     assert capsys.readouterr().out == "4 passed, 2 failed, 1 skipped\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["no JSON", "[1]\n", "3\n", '{"testResult": 3}\n', '{"testResult": {}}\n', "\x00"]
+)
+def test_what_is_no_list_of_events_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = tmp_path / "events.json"
+    events.write_text(text)
+    assert results.COMMAND.status(results.main, [str(events)]) == command.UNUSABLE
+    assert f"{events} is no list of Bazel's events" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["absent.json", "."])
+def test_a_file_that_cannot_be_read_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert results.COMMAND.status(results.main, [str(tmp_path / name)]) == command.UNUSABLE
+    assert str(tmp_path / name) in capsys.readouterr().err

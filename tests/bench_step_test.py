@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tools.synthetic import zipf_ids
+from tools.recommender.synthetic import zipf_ids
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -16,7 +16,7 @@ def test_prints_its_ratios(staleness: int) -> None:
         [
             sys.executable,
             *("-m", "tools.bench_step", f"--staleness={staleness}"),
-            *("--vocab=1000", "--width=16", "--tokens=64", "--repeats=1"),
+            *("--vocab=1000", "--emb_width=16", "--tokens_per_batch=64", "--repeats=1"),
         ],
         capture_output=True,
         text=True,

@@ -17,7 +17,9 @@ from rich.console import Console
 
 import xrex
 from tests import layouts
-from tools import check_mesh, errors_table, mesh_picture
+from tools import check_mesh
+from tools.common.command import UserError
+from tools.layouts import errors_table, layout_flags, mesh_picture
 from xrex.layout.requirements import REQUIREMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -34,11 +36,11 @@ GOOD = {
 
 def command(**changes: Any) -> list[str]:
     arguments = {name: value for name, value in (GOOD | changes).items() if value is not None}
-    return ["check_mesh", *(f"--{name}={value}" for name, value in arguments.items())]
+    return [f"--{name}={value}" for name, value in arguments.items()]
 
 
 def run(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, str, str]:
-    status = check_mesh.main(argv)
+    status = check_mesh.COMMAND.status(check_mesh.main, argv)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -49,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, str, 
 def test_an_accepted_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, command(vocab=10**8))
     assert (status, err) == (0, "")
-    assert out.startswith("ACCEPTED: 8 ranks x 64 columns, 8192 tokens a rank\n")
+    assert out.startswith("ACCEPTED: 8 ranks x 64 columns, 8192 tokens per rank\n")
     for text in ("12,800,000,000", "7,340,032", "1,048,576", "Largest vocabulary in 141 GB"):
         assert text in out
     assert "WARNING: The mesh axes ('replica',) shard neither columns nor tokens" in out
@@ -58,14 +60,14 @@ def test_an_accepted_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_rejected_layout_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, command(data_axis="batch,replica"))
     assert (status, err) == (1, "")
-    rule = next(rule for rule in REQUIREMENTS if rule.name == "one_shard_per_rank")
+    requirement = next(part for part in REQUIREMENTS if part.name == "one_shard_per_rank")
     lines = [line.strip() for line in out.splitlines()]
     assert lines[0] == "REJECTED: 1 requirement is broken"
     at = lines.index(
         "1. async_emb requires exactly one token shard per communicator rank: data_axis "
         "('batch', 'replica') shards tokens over 2 positions outside table_axis ('batch',)"
     )
-    assert lines[at + 1] == f"Why: {rule.why}"
+    assert lines[at + 1] == f"Why: {requirement.why}"
     assert lines[at + 3 :] == [
         "--table_axis=batch,replica",
         "--data_axis=batch",
@@ -116,29 +118,86 @@ def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     ("changes", "extra", "message"),
     [
         ({"mesh": None}, [], "missing --mesh"),
-        ({"mesh": "a"}, [], "'a' is not AXIS=SIZE"),
+        ({"mesh": None, "emb_width": None}, [], "missing --mesh, --emb_width"),
+        ({"mesh": "a"}, [], "--mesh=a: 'a' is not AXIS=SIZE"),
         ({"mesh": "a=two"}, [], "'a=two' is not AXIS=SIZE"),
         ({"mesh": "a=1,a=1"}, [], "axis 'a' is there twice"),
-        ({"emb_width": "wide"}, [], "emb_width"),
-        ({"vocab": 0}, [], "vocab=0 must be a positive integer"),
-        ({"dtype": "float16"}, [], "dtype"),
-        ({}, ["--bogus=1"], "Unknown command line flag 'bogus'"),
-        ({}, ["word"], "arguments without a flag: word"),
-        ({}, ["--from_python=nowhere:f"], "ModuleNotFoundError: No module named 'nowhere'"),
-        ({}, ["--from_python=os:getcwd"], "must return a mesh and a dictionary, not str"),
-        ({}, ["--png=/nowhere/mesh.png"], "No such file or directory"),
+        ({"mesh": "a=1048577"}, [], "wanted at most 1,048,576 devices"),
+        ({"mesh": "a=2048,b=2048"}, [], "wanted at most 1,048,576 devices"),
+        ({"table_axis": "a,,b"}, [], "--table_axis=a,,b: '' cannot be used"),
+        ({"emb_width": "wide"}, [], "--emb_width=wide: wanted an integer"),
+        ({"vocab": 0}, [], "--vocab=0: wanted an integer from 1"),
+        ({"dtype": "float16"}, [], "--dtype=float16: wanted one of bfloat16, float32"),
+        ({"reserved_gb": "nan"}, [], "--reserved_gb=nan: wanted a finite number at least 0"),
+        ({"reserved_gb": "-1"}, [], "--reserved_gb=-1: wanted a finite number at least 0"),
+        ({}, ["--bogus=1"], "--bogus: there is no such flag"),
+        ({}, ["word"], "'word' belongs to no flag"),
+        ({}, ["--from_python=nowhere:f"], "--from_python=nowhere:f: there is no module 'nowhere'"),
+        ({}, ["--from_python=os:getcwd"], "must return an xrex.Layout, or a mesh and a dictionary"),
+        ({}, ["--from_python=os:absent"], "module 'os' has no function 'absent'"),
+        ({}, ["--from_python=os"], "wanted MODULE:FUNCTION"),
+        ({}, ["--png=/proc/nowhere/mesh.png"], "--png=/proc/nowhere/mesh.png: cannot be written"),
+        ({}, ["--png=/"], "--png=/: cannot be written: Is a directory"),
+        ({"table_axis": "x"}, ["--png=mesh.png"], "--png=mesh.png: there is no picture"),
     ],
 )
 def test_what_cannot_be_answered_exits_2(
-    changes: Any, extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    changes: Any,
+    extra: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     status, out, err = run(capsys, command(**changes) + extra)
     assert (status, out) == (2, "")
     assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a terminal library would take for markup or for an emoji is a name here."""
+    names = command(mesh="[new]=2,:smile:=8", table_axis=":smile:", data_axis=":smile:")
+    status, out, _ = run(capsys, names)
+    assert status == 0
+    assert "\n[new]=2 x :smile:=8: 2 communicators" in out
+    status, out, _ = run(capsys, [*names, "--data_axis=:smile:,[new]"])
+    assert status == 1
+    assert "--table_axis=:smile:,[new]" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({}, None),
+        ({"vocab": 10}, None),
+        ({"num_unique": 100}, 65536),
+        ({"num_unique": 100, "vocab": 100}, None),
+        ({"num_unique": 100, "vocab": 101}, 101),
+    ],
+)
+def test_tokens_that_can_be_left_out_are_told_first(
+    changes: Any, most: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, command(**changes))
+    assert status == 0
+    second = out.splitlines()[1]
+    assert second.startswith("TOKENS CAN BE LEFT OUT") == (most is not None)
+    if most is not None:
+        told = " ".join(out.splitlines()[1:5])
+        assert f"a batch may hold {most:,} distinct ids, and num_unique=100 has room" in told
+        assert "The largest ids are left out" in told
+        assert "get no gradient" in told
+        assert "counted in `dropped`" in told
+        assert f"--num_unique={most} " in told
+        again = run(capsys, [*command(**changes), f"--num_unique={most}"])[1]
+        assert "LEFT OUT" not in again
 
 
 def test_help_tells_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, ["check_mesh", "--help"])
+    status, out, _ = run(capsys, ["--help"])
     assert status == 0
     assert "Exit status: 0 accepted, 1 rejected, 2" in out
     assert all(f"--{name}" in out for name in (*GOOD, "vocab", "dtype", "from_python", "png"))
@@ -156,17 +215,39 @@ def test_a_program_may_make_the_layout(
         "        emb_width=8, num_unique=64, num_devices_per_node=4, out_of_range='clip')\n"
         "def odd():\n"
         "    return make()[0], {'emb_with': 8}\n"
+        "def short():\n"
+        "    return make()[0], {'emb_width': 8}\n"
+        "def whole():\n"
+        "    import xrex\n"
+        "    mesh, rest = make()\n"
+        "    del rest['out_of_range']\n"
+        "    return xrex.Layout(mesh, **rest)\n"
+        "def no_mesh():\n"
+        "    return 3, make()[1]\n"
+        "def broken():\n"
+        "    raise SystemExit('[new] out')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    argv = ["check_mesh", "--from_python=my_layout:make"]
-    status, out, _ = run(capsys, argv)
+    argv = ["--from_python=my_layout:make"]
+    status, rejected, _ = run(capsys, argv)
     assert status == 1
-    assert "--table_axis=x,r" in out
+    assert "--table_axis=x,r" in rejected
     assert run(capsys, [*argv, "--table_axis=x,r"])[0] == 0
     assert run(capsys, [*argv, "--mesh=r=1,x=4"])[0] == 0
-    status, _, err = run(capsys, ["check_mesh", "--from_python=my_layout:odd"])
+    status, _, err = run(capsys, ["--from_python=my_layout:odd"])
     assert status == 2
     assert "unknown arguments emb_with" in err
+    assert run(capsys, ["--from_python=my_layout:whole"])[1] == rejected
+    assert run(capsys, ["--from_python=my_layout:whole", "--table_axis=x,r"])[0] == 0
+    for name, told in {
+        "short": "its dictionary lacks table_axis, data_axis, tokens_per_batch",
+        "no_mesh": "must be a jax.sharding.Mesh or AbstractMesh, not int",
+        "broken": f"raised SystemExit: [new] out ({tmp_path}/my_layout.py, line 18)",
+    }.items():
+        status, _, err = run(capsys, [f"--from_python=my_layout:{name}"])
+        assert status == 2
+        assert err.startswith(f"check_mesh: --from_python=my_layout:{name}: ")
+        assert told in err
 
 
 def test_it_needs_no_device_for_any_number_of_them() -> None:
@@ -179,7 +260,7 @@ def test_it_needs_no_device_for_any_number_of_them() -> None:
         vocab=10**6,
     )
     result = subprocess.run(
-        [sys.executable, "-m", "tools.check_mesh", *argv[1:]],
+        [sys.executable, "-m", "tools.check_mesh", *argv],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "no_such_platform"},
         capture_output=True,
@@ -194,11 +275,13 @@ def test_it_needs_no_device_for_any_number_of_them() -> None:
 # The picture
 
 
-def draw(handle: xrex.AsyncEmbContextHandle, **changes: Any) -> mesh_picture.Picture:
-    layout = {name: getattr(handle, name) for name in ("mesh", "table_axis", "data_axis")}
-    names = ("tokens_per_batch", "emb_width", "num_devices_per_node")
-    sizes = {name: getattr(handle, name) for name in names}
-    drawn = mesh_picture.picture(**(layout | sizes | changes))
+def layout_of(mesh: Any, table_axis: Any, data_axis: Any, **sizes: Any) -> xrex.Layout:
+    defaults = {"tokens_per_batch": 16, "emb_width": 8, "num_devices_per_node": 2}
+    return xrex.Layout(mesh, table_axis, data_axis=data_axis, num_unique=16, **(defaults | sizes))
+
+
+def drawn_of(layout: xrex.Layout) -> mesh_picture.Picture:
+    drawn = mesh_picture.picture(layout)
     assert drawn is not None
     return drawn
 
@@ -211,7 +294,7 @@ def bounds(text: str) -> tuple[int, int]:
 @pytest.mark.parametrize("case", layouts.LAYOUTS, ids=str)
 def test_the_picture_is_how_arrays_are_sharded(case: layouts.LayoutCase) -> None:
     handle = case.handle()
-    drawn = draw(handle)
+    drawn = drawn_of(handle.layout)
 
     def held(shape: tuple[int, ...], spec: P) -> dict[int, tuple[int, int]]:
         """What each device holds of the last axis, by its id."""
@@ -234,9 +317,7 @@ def test_the_picture_is_how_arrays_are_sharded(case: layouts.LayoutCase) -> None
 
 def test_a_rejected_layout_shows_which_copy_sees_other_tokens() -> None:
     mesh = layouts.mesh({"r": 2, "x": 2})
-    sizes = {"tokens_per_batch": 16, "emb_width": 8, "num_devices_per_node": 2}
-    drawn = mesh_picture.picture(mesh, ("x",), ("x", "r"), **sizes)
-    assert drawn is not None
+    drawn = drawn_of(layout_of(mesh, ("x",), ("x", "r")))
     assert [row.tokens for row in drawn.rows] == ["", ""]
     assert drawn.rows[0].cells == (
         "device 0 (node 0)\ntokens 0-3",
@@ -249,9 +330,8 @@ def test_a_rejected_layout_shows_which_copy_sees_other_tokens() -> None:
     [(("z",), {}), (("x", "x"), {}), (("x",), {"emb_width": 0}), (("x",), {"emb_width": "8"})],
 )
 def test_what_has_no_meaning_has_no_picture(table_axis: tuple[str, ...], changes: Any) -> None:
-    sizes = {"tokens_per_batch": 16, "emb_width": 8, "num_devices_per_node": 2}
-    mesh = layouts.mesh({"x": 2})
-    assert mesh_picture.picture(mesh, table_axis, ("x",), **(sizes | changes)) is None
+    layout = layout_of(layouts.mesh({"x": 2}), table_axis, ("x",), **changes)
+    assert mesh_picture.picture(layout) is None
 
 
 @pytest.mark.parametrize("axes", ["a=512", "a=4,b=16,c=8", "a=128,b=4", "a=2,b=2"])
@@ -260,7 +340,7 @@ def test_any_number_of_devices_fits_a_screen(axes: str, capsys: pytest.CaptureFi
     argv = command(mesh=axes, table_axis=names[-1], data_axis=names[-1], emb_width=1024)
     status, out, _ = run(capsys, argv)
     assert status == 0
-    drawn = [line for line in out[: out.index("Bytes a rank")].splitlines() if line]
+    drawn = [line for line in out[: out.index("Bytes per rank")].splitlines() if line]
     assert len(drawn) <= 70
     assert max(map(len, drawn)) <= 120
     size = math.prod(int(part.split("=")[1]) for part in axes.split(","))
@@ -268,10 +348,9 @@ def test_any_number_of_devices_fits_a_screen(axes: str, capsys: pytest.CaptureFi
 
 
 def test_groups_of_ranks_say_what_they_hold() -> None:
-    mesh = check_mesh.parse_mesh("a=4,b=16,c=8")
+    mesh = layout_flags.parse_mesh("a=4,b=16,c=8")
     sizes = {"tokens_per_batch": 65536, "emb_width": 1024, "num_devices_per_node": 8}
-    drawn = mesh_picture.picture(mesh, ("c", "b"), ("b", "c"), **sizes)
-    assert drawn is not None
+    drawn = drawn_of(layout_of(mesh, ("c", "b"), ("b", "c"), **sizes))
     assert len(drawn.rows) == mesh_picture.MOST_RANKS
     row = drawn.rows[1]
     assert (row.ranks, row.columns) == ("ranks 8-15", "64-127")
@@ -298,7 +377,7 @@ def test_colours_are_for_terminals(colour: bool) -> None:
     out = io.StringIO()
     system: Any = "standard" if colour else "auto"
     console = Console(file=out, force_terminal=colour, color_system=system, width=100)
-    console.print(mesh_picture.as_table(draw(layouts.LAYOUTS[3].handle())))
+    console.print(mesh_picture.as_table(drawn_of(layouts.LAYOUTS[3].handle().layout)))
     assert ("\x1b[" in out.getvalue()) == colour
 
 
@@ -318,27 +397,45 @@ def test_the_picture_as_an_image(
 
 def test_the_section_of_the_readme_is_current() -> None:
     readme = errors_table.README.read_text()
-    assert readme == errors_table.updated(readme), "run `python -m tools.errors_table`"
+    assert readme == errors_table.updated(readme), "run `python -m tools.layouts.errors_table`"
 
 
-def test_every_rule_has_an_entry_with_its_text_and_cures() -> None:
-    assert list(errors_table.EXAMPLES) == [rule.name for rule in REQUIREMENTS]
+def test_every_requirement_has_an_entry_with_its_text_and_fixes() -> None:
+    assert list(errors_table.EXAMPLES) == [requirement.name for requirement in REQUIREMENTS]
     section = errors_table.section()
-    for rule in REQUIREMENTS:
-        assert section.count(rule.why) == 1
-    assert section.count("Cure: `--") == len(REQUIREMENTS)
+    for requirement in REQUIREMENTS:
+        assert section.count(requirement.why) == 1
+    assert section.count("Fix: `--") == len(REQUIREMENTS)
 
 
 @pytest.mark.parametrize("readme", ["", errors_table.BEGIN, "x".join(["<!-- errors: end -->"] * 2)])
 def test_a_readme_without_markers_is_refused(readme: str) -> None:
-    with pytest.raises(ValueError, match="errors: begin"):
+    with pytest.raises(UserError, match="errors: begin"):
         errors_table.updated(readme)
 
 
 def test_an_old_section_is_replaced() -> None:
     old = f"before\n{errors_table.BEGIN}\nold\n{errors_table.END}\nafter\n"
     new = errors_table.updated(old)
-    assert new.startswith(f"before\n{errors_table.BEGIN}\n## Errors and their cures\n")
+    assert new.startswith(f"before\n{errors_table.BEGIN}\n## Errors and their fixes\n")
     assert new.endswith(f"{errors_table.END}\nafter\n")
     assert "\nold\n" not in new
     assert errors_table.updated(new) == new
+
+
+def test_the_tool_writes_and_checks_the_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status(*argv: str) -> int:
+        return errors_table.COMMAND.status(errors_table.main, argv)
+
+    readme = tmp_path / "README.md"
+    monkeypatch.setattr(errors_table, "README", readme)
+    assert status() == 2
+    assert f"{readme}: No such file" in capsys.readouterr().err
+    readme.write_text("no markers")
+    assert status() == 2
+    readme.write_text(f"{errors_table.BEGIN}\nold\n{errors_table.END}\n")
+    assert status("--check") == 1
+    assert status() == 0
+    assert status("--check") == 0

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import gather_rows_mgpu, segment_sum_mgpu, update_rows_mgpu
 from tests import kernel_cases as cases
-from tools import compile_for_gpu, compiled_program, gpu_programs, gpu_topology
+from tools.gpu import compiled_program, program_text, programs, topology
 
-OBSTACLE = gpu_topology.missing()
+OBSTACLE = topology.missing()
 pytestmark = [
     pytest.mark.compile_gpu,
     pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
@@ -25,7 +25,7 @@ pytestmark = [
 
 @functools.cache
 def mesh(gpus=8):
-    devices = gpu_topology.gpu_devices(gpu_topology.TARGETS["h100"], gpus)
+    devices = topology.gpu_devices(topology.TARGETS["h100"], gpus)
     return Mesh(np.array(devices), ("x",))
 
 
@@ -61,8 +61,8 @@ def compiled_kernels(lowered):
 def test_kernels_compile_at_every_width(width, dtype):
     # 2^31 elements and more, where a row number times a width overflows 32 bits.
     vocab = 2**32 // width if (width, dtype) == (256, "bfloat16") else 10_000
-    shape = gpu_programs.KernelShape(width, dtype, vocab=vocab, tokens=300, segments=200)
-    for program in gpu_programs.kernel_programs(mesh(), shape):
+    shape = programs.KernelShape(width, dtype, vocab=vocab, tokens=300, segments=200)
+    for program in programs.kernel_programs(mesh(), shape):
         report, usages = compiled(program.lower)
         assert usages
         assert {kernel.name for kernel in report.kernels} == {program.name.split()[0]}
@@ -75,7 +75,7 @@ def test_kernels_compile_at_every_width(width, dtype):
 
 
 def as_shapes(arguments):
-    return gpu_programs.shapes(mesh(1), jax.tree.map(jnp.asarray, arguments))
+    return programs.shapes(mesh(1), jax.tree.map(jnp.asarray, arguments))
 
 
 @pytest.mark.parametrize("case", cases.GATHERS, ids=cases.name)
@@ -106,23 +106,20 @@ def test_interpreted_segment_sums_compile(case):
     )
 
 
-STEP = gpu_programs.StepShape(vocab=1_000_000, emb_width=512, tokens_per_rank=512)
+def step_shape(staleness=1):
+    layout = programs.whole_mesh_layout(mesh(), tokens_per_batch=4096, emb_width=512)
+    return programs.StepShape(layout, vocab=1_000_000, staleness=staleness)
 
 
 def table_bytes(step):
-    return step.vocab * step.emb_width * jnp.dtype(step.dtype).itemsize // mesh().size
+    return step.vocab * step.layout.emb_width * jnp.dtype(step.dtype).itemsize // mesh().size
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_step_updates_the_table_in_place(staleness):
-    step = gpu_programs.StepShape(
-        vocab=STEP.vocab,
-        emb_width=STEP.emb_width,
-        tokens_per_rank=STEP.tokens_per_rank,
-        staleness=staleness,
-    )
-    assert gpu_programs.step_handle(mesh(), step).implementation == "mosaic_gpu"
-    report, _ = compiled(lambda: gpu_programs.lower_step(mesh(), step))
+    step = step_shape(staleness)
+    assert programs.step_handle(step).implementation == "mosaic_gpu"
+    report, _ = compiled(lambda: programs.lower_step(step))
     assert {kernel.name for kernel in report.kernels} == {
         "gather_rows",
         "segment_sum",
@@ -142,17 +139,17 @@ def test_the_embedding_part_stays_within_the_arena():
     """Lookup and update alone need at most what is said of them, and a tenth."""
     import xrex
 
-    step = STEP
-    handle = gpu_programs.step_handle(mesh(), step)
+    step = step_shape()
+    handle = programs.step_handle(step)
     rule = xrex.RowwiseAdagrad(learning_rate=0.1)
     rows = PartitionSpec(None, "x")
 
     def shape(*size, dtype, spec=()):
-        return gpu_programs.shapes(mesh(), jax.ShapeDtypeStruct(size, dtype), *spec)
+        return programs.shapes(mesh(), jax.ShapeDtypeStruct(size, dtype), *spec)
 
     tokens, width = handle.tokens_per_batch, handle.emb_width
     table = shape(step.vocab, width, dtype=step.dtype, spec=rows)
-    state = gpu_programs.shapes(mesh(), jax.eval_shape(lambda: rule.init(step.vocab)))
+    state = programs.shapes(mesh(), jax.eval_shape(lambda: rule.init(step.vocab)))
     ids = shape(tokens, dtype=jnp.int32, spec=("x",))
     update = xrex.GradientUpdate(
         unique_tokens=shape(handle.num_unique, dtype=jnp.int32),
@@ -181,15 +178,15 @@ def test_the_embedding_part_stays_within_the_arena():
 
 
 def test_more_gpus_than_one_host():
-    devices = gpu_topology.gpu_devices(gpu_topology.TARGETS["h200"], 8, hosts=8)
+    devices = topology.gpu_devices(topology.TARGETS["h200"], 8, hosts=8)
     assert len(devices) == 64
     assert {device.compute_capability for device in devices} == {"9.0"}
 
 
 def test_the_description_names_what_matters():
-    shape = gpu_programs.KernelShape(8, "float32", vocab=100, tokens=8, segments=8)
-    program = gpu_programs.kernel_programs(mesh(1), shape)[-1]
-    text = compile_for_gpu.describe(*compiled(program.lower))
+    shape = programs.KernelShape(8, "float32", vocab=100, tokens=8, segments=8)
+    program = programs.kernel_programs(mesh(1), shape)[-1]
+    text = program_text.describe(*compiled(program.lower))
     assert "in place: {}: (0, {}, may-alias)" in text
     assert "kernels: update_rows" in text
     assert "0 bytes spilled" in text

@@ -10,7 +10,7 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # Lets the CUDA plugin compile on machines without CUDA's libraries; nothing where there is none.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
-from tools.aot_folder import add_aot_folder
+from tools.gpu.aot_folder import add_aot_folder
 
 add_aot_folder()  # for the tests that compile for GPUs
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tools import compile_for_gpu, compiled_program, gpu_programs, gpu_topology
-from tools.collectives import find_collectives
-from tools.exposed_communication import Beside, exposed_communication
-from tools.gpu_topology import GpuTarget
-from tools.hlo_text import parse
+from tools.gpu import compiled_program, program_text, programs, topology
+from tools.gpu.collectives import find_collectives
+from tools.gpu.exposed_communication import Beside, exposed_communication
+from tools.gpu.hlo_text import parse
+from tools.gpu.topology import GpuTarget
 from xrex.layout.plan_wire import plan_wire
 
 # Round figures: a float takes 0.4 s on the wire and 0.04 s to read or to write.
@@ -312,8 +312,8 @@ def test_a_branch_counts_as_its_shortest_side():
 
 def test_the_text_names_the_peaks_and_the_culprits():
     found = exposures(GATHER_START, EXCHANGE_START, COPY_16, GATHER_DONE, EXCHANGE_DONE)
-    text = compile_for_gpu.describe_exposed(
-        tuple(found.values()), gpu_topology.TARGETS["h100"]
+    text = program_text.describe_exposed(
+        tuple(found.values()), topology.TARGETS["h100"]
     ).splitlines()
     assert text[0].startswith("  exposed communication: 8000000.00 of 24000000.00 us on the wire")
     assert "links of 450 GB/s each way" in text[0]
@@ -323,7 +323,7 @@ def test_the_text_names_the_peaks_and_the_culprits():
     ]
 
 
-OBSTACLE = gpu_topology.missing()
+OBSTACLE = topology.missing()
 
 
 def compiles_for_gpus(test):
@@ -340,11 +340,11 @@ def compiles_for_gpus(test):
 @functools.cache
 def compiled_step(staleness):
     """The layout and the exposures of what `python -m tools.compile_for_gpu step` compiles."""
-    target = gpu_topology.TARGETS["h100"]
-    mesh = Mesh(np.array(gpu_topology.gpu_devices(target, 8)), ("x",))
-    shape = gpu_programs.StepShape(staleness=staleness)
-    report = compiled_program.read(gpu_programs.lower_step(mesh, shape).compile())
-    return gpu_programs.step_handle(mesh, shape), exposed_communication(report.module, target)
+    target = topology.TARGETS["h100"]
+    mesh = Mesh(np.array(topology.gpu_devices(target, 8)), ("x",))
+    shape = programs.StepShape(programs.whole_mesh_layout(mesh), staleness=staleness)
+    report = compiled_program.read(programs.lower_step(shape).compile())
+    return programs.step_handle(shape), exposed_communication(report.module, target)
 
 
 @compiles_for_gpus

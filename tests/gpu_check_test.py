@@ -17,7 +17,7 @@ def test_gpu_check_without_a_gpu_ends_with_one_message(tmp_path: Path) -> None:
         env={**os.environ, "XREX_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "sees an NVIDIA GPU" in run.stderr
     assert len(run.stderr.splitlines()) == 1
     assert not (tmp_path / "result.json").exists()

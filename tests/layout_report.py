@@ -15,7 +15,7 @@ Check = Callable[[Callable[..., Any], Layout], None]
 # What is checked once, and what on random batches.
 OF_ANY_LAYOUT: dict[str, Check] = {
     "accepted exactly when it trains correctly": one_layout.check_agreement,
-    "a rejection names the first broken rule": one_layout.check_first_broken_rule,
+    "a rejection names the first broken requirement": one_layout.check_first_broken_rule,
     "single_shard_per_rank agrees": one_layout.check_single_shard_per_rank,
     "a mesh without devices decides the same": one_layout.check_abstract_mesh,
 }

@@ -15,5 +15,5 @@ trap 'rm -f "$events"' EXIT
 bazel build --config=ci //...
 status=0
 bazel test --config=ci --build_event_json_file="$events" "$@" || status=$?
-"${XREX_VENV:-.venv}/bin/python" -m tools.bazel_results "$events"
+"${XREX_VENV:-.venv}/bin/python" -m tools.bazel.results "$events"
 exit "$status"

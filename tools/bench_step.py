@@ -1,6 +1,6 @@
 """Times a training step of xrex against plain sharded JAX, a larger vocabulary, and equal ids.
 
-    python -m tools.bench_step
+    python -m tools.bench_step [--devices=8] [--tokens_per_batch=65536] [--emb_width=64]
 
 Plain JAX is what one would write without xrex: the same table in the same sharding, autodiff
 through `table[ids]` under `jax.jit`, and dense Adagrad. All steps train the same small dense model
@@ -12,29 +12,37 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xrex
-from tools.experiment import choose_mesh
-from tools.synthetic import zipf_ids
+from tools.common.command import Command, wrong_value
+from tools.common.devices import MOST_DEVICES, check_memory, choose_devices
+from tools.layouts.layout_flags import LayoutFlags
+from tools.recommender.synthetic import zipf_ids
 
-_DEVICES = flags.DEFINE_integer("devices", 8, "Devices; simulated where there is no GPU.")
-_VOCAB = flags.DEFINE_integer("vocab", 1_000_000, "Rows of the table.")
-_FACTOR = flags.DEFINE_integer("factor", 4, "How many times larger the larger vocabulary is.")
-_WIDTH = flags.DEFINE_integer("width", 64, "Width of a row.")
-_TOKENS = flags.DEFINE_integer("tokens", 65_536, "Tokens in a batch.")
-_ZIPF = flags.DEFINE_float("zipf", 1.2, "Exponent of the ids' distribution.")
-_STALENESS = flags.DEFINE_enum("staleness", "0", ["0", "1"], "Of xrex's step.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the table.")
-_REPEATS = flags.DEFINE_integer("repeats", 9, "Steps timed of each kind.", lower_bound=1)
+# Ids are int32.
+MOST_ROWS = 2**31 - 1
+
+COMMAND = Command("bench_step", __doc__)
+_DEVICES = COMMAND.integer(
+    "devices", 8, "Devices; simulated where there is no GPU.", at_least=1, at_most=MOST_DEVICES
+)
+_LAYOUT = LayoutFlags(COMMAND, "tokens_per_batch", "emb_width")
+_VOCAB = COMMAND.integer("vocab", 1_000_000, "Rows of the table.", at_least=1, at_most=MOST_ROWS)
+_FACTOR = COMMAND.integer(
+    "factor", 4, "How many times larger the larger vocabulary is.", at_least=1, at_most=MOST_ROWS
+)
+_ZIPF = COMMAND.number("zipf", 1.2, "Exponent of the ids' distribution.", at_least=0, below=10)
+_STALENESS = COMMAND.integer("staleness", 0, "Of xrex's step.", at_least=0, at_most=1)
+_DTYPE = COMMAND.choice("dtype", "float32", ("float32", "bfloat16"), "Type of the table.")
+_REPEATS = COMMAND.integer("repeats", 9, "Steps timed of each kind.", at_least=1, at_most=1_000_000)
 
 Step = Callable[[], Any]
 
@@ -45,25 +53,71 @@ def loss(params: jax.Array, rows: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean((predictions - targets) ** 2)
 
 
-def xrex_step(mesh: Mesh, vocab: int, ids: np.ndarray) -> Step:
-    """A step of the pipeline on one batch, over and over."""
-    width, tokens = _WIDTH.value, len(ids)
-    handle = xrex.make_context_handle(
+class Settings(NamedTuple):
+    """What is measured."""
+
+    layout: xrex.Layout
+    mesh: Mesh
+    vocab: int
+    larger_vocab: int
+
+
+def settings() -> Settings:
+    """The flags as settings.
+
+    Raises:
+      UserError: they make no layout that works, or one that does not fit.
+    """
+    larger = _VOCAB.value * _FACTOR.value
+    if larger > MOST_ROWS:
+        raise wrong_value(
+            "factor",
+            _FACTOR.value,
+            f"{larger:,} rows are too many: wanted at most {MOST_ROWS:,} with "
+            f"--vocab={_VOCAB.value}",
+        )
+    devices = choose_devices(_DEVICES.value)
+    mesh = Mesh(np.array(devices), ("shard",))
+    layout = _layout(mesh)
+    # Plain JAX's table and accumulator, and three tables of xrex's.
+    row = layout.emb_width * jnp.dtype(_DTYPE.value).itemsize
+    check_memory(
+        row * (4 * _VOCAB.value + larger),
+        f"tables with --vocab={_VOCAB.value} --factor={_FACTOR.value} "
+        f"--emb_width={layout.emb_width}",
+    )
+    check_memory(
+        row * 4 * layout.tokens_per_batch,
+        f"batches with --tokens_per_batch={layout.tokens_per_batch} --emb_width={layout.emb_width}",
+    )
+    return Settings(layout, mesh, _VOCAB.value, larger)
+
+
+def _layout(mesh: Mesh) -> xrex.Layout:
+    given = {"tokens_per_batch": 65_536, "emb_width": 64} | _LAYOUT.given()
+    layout = xrex.Layout(
         mesh,
         mesh.axis_names,
         data_axis=mesh.axis_names,
-        tokens_per_batch=tokens,
-        emb_width=width,
-        num_unique=tokens,
+        num_unique=max(1, given["tokens_per_batch"]),
         num_devices_per_node=mesh.size,
+        **given,
     )
+    _LAYOUT.check_works(layout)
+    return layout
+
+
+def xrex_step(asked: Settings, vocab: int, ids: np.ndarray) -> Step:
+    """A step of the pipeline on one batch, over and over."""
+    mesh, width, tokens = asked.mesh, asked.layout.emb_width, len(ids)
+    handle = xrex.make_context_handle(asked.layout)
     pipeline = xrex.make_pipeline(
         handle,
         xrex.RowwiseAdagrad(learning_rate=0.01),
         loss,
         optax.sgd(0.01),
         vocab=vocab,
-        staleness=int(_STALENESS.value),
+        staleness=_STALENESS.value,
     )
     table = jax.jit(
         lambda: jnp.zeros((vocab, width), _DTYPE.value),
@@ -83,8 +137,9 @@ def xrex_step(mesh: Mesh, vocab: int, ids: np.ndarray) -> Step:
     return step
 
 
-def plain_step(mesh: Mesh, vocab: int, ids: np.ndarray) -> Step:
+def plain_step(asked: Settings, vocab: int, ids: np.ndarray) -> Step:
     """The same with autodiff through the table and dense Adagrad."""
+    mesh, width = asked.mesh, asked.layout.emb_width
     table_sharding = NamedSharding(mesh, P(None, mesh.axis_names))
     token_sharding = NamedSharding(mesh, P(mesh.axis_names))
     optimizer = optax.adagrad(0.01)
@@ -108,9 +163,9 @@ def plain_step(mesh: Mesh, vocab: int, ids: np.ndarray) -> Step:
 
     @jax.jit
     def init() -> Any:
-        table = jnp.zeros((vocab, _WIDTH.value), _DTYPE.value)
+        table = jnp.zeros((vocab, width), _DTYPE.value)
         table = jax.lax.with_sharding_constraint(table, table_sharding)
-        trained = (table, jnp.ones(_WIDTH.value))
+        trained = (table, jnp.ones(width))
         state = (trained, optimizer.init(trained))
         # The accumulator too: what has the table's shape gets its sharding.
         return jax.tree.map(
@@ -144,32 +199,29 @@ def median_seconds(steps: dict[str, Step], repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Prints the four times and the three ratios."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    # At level INFO, which app.run sets, JAX tells which platforms it did not find.
-    logging.set_verbosity(logging.WARNING)
-    (count,) = choose_mesh(None, _DEVICES.value)
-    mesh = Mesh(np.array(jax.devices()[:count]), ("shard",))
-    small, large = _VOCAB.value, _VOCAB.value * _FACTOR.value
+    asked = settings()
+    layout, small, large = asked.layout, asked.vocab, asked.larger_vocab
     ids, large_ids = (
-        zipf_ids(np.random.default_rng(0), _TOKENS.value, vocab, _ZIPF.value).astype(np.int32)
+        zipf_ids(np.random.default_rng(0), layout.tokens_per_batch, vocab, _ZIPF.value).astype(
+            np.int32
+        )
         for vocab in (small, large)
     )
     plain, ours = f"plain JAX, {small:,} rows", f"xrex, {small:,} rows"
     larger, equal = f"xrex, {large:,} rows", "xrex, all ids equal"
     print(
-        f"{count} x {mesh.devices.flat[0].device_kind}, width {_WIDTH.value} "
-        f"{_DTYPE.value}, {_TOKENS.value:,} tokens, {len(np.unique(ids)):,} and "
+        f"{asked.mesh.size} x {asked.mesh.devices.flat[0].device_kind}, width {layout.emb_width} "
+        f"{_DTYPE.value}, {layout.tokens_per_batch:,} tokens, {len(np.unique(ids)):,} and "
         f"{len(np.unique(large_ids)):,} distinct, staleness {_STALENESS.value}"
     )
     times = median_seconds(
         {
-            plain: plain_step(mesh, small, ids),
-            ours: xrex_step(mesh, small, ids),
-            larger: xrex_step(mesh, large, large_ids),
-            equal: xrex_step(mesh, small, np.zeros_like(ids)),
+            plain: plain_step(asked, small, ids),
+            ours: xrex_step(asked, small, ids),
+            larger: xrex_step(asked, large, large_ids),
+            equal: xrex_step(asked, small, np.zeros_like(ids)),
         },
         _REPEATS.value,
     )
@@ -181,4 +233,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    COMMAND.run(main)

@@ -1,34 +1,39 @@
 """Measures kernels and a training step on one GPU; `tools/gpu_check.sh` runs it after the tests.
 
-  python -m tools.gpu_check --out=gpu_check.json [--small]
+    python -m tools.gpu_check [--out=gpu_check.json] [--small]
 
 Every speed stands next to two bounds, measured in the same run on the same bytes: a pass over
 memory that reads and writes as much (`copy`), and XLA's own gather and scatter (`xla`; its
 scatter-add is unordered, so its sums differ from run to run). Times are of programs that repeat the
 kernel on the GPU, so that no launch from the host is in them: the best of several. `--small`
 shrinks all sizes and leaves the kernels out, to see on a CPU that the program works.
+
+Exit status: 0 all checks passed, whatever the speeds; 1 one failed; 2 there is no GPU.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
 from jax.sharding import Mesh
 
 import xrex
 from pallas_kernels import api
-from tools.paths import from_caller
+from tools.common.command import DONE, NO, Command, UserError
+from tools.common.devices import quiet_without_gpu
+from tools.common.paths import output_file
 
-_OUT = flags.DEFINE_string("out", "out/gpu_check.json", "the JSON file to write")
-_TESTS = flags.DEFINE_string("tests", "not run", "how the tests went, for the file")
-_SECONDS = flags.DEFINE_float("seconds", 240.0, "start no measurement after so long")
-_SMALL = flags.DEFINE_bool("small", False, "small sizes, and the reference on a CPU")
+COMMAND = Command("gpu_check", __doc__)
+_OUT = COMMAND.words("out", "out/gpu_check.json", "the name of a file", "The JSON file to write.")
+_TESTS = COMMAND.words("tests", "not run", "a few words", "How the tests went, for the file.")
+_SECONDS = COMMAND.number("seconds", 240.0, "Start no measurement after so long.", at_least=0)
+_SMALL = COMMAND.switch("small", False, "Small sizes, and the reference on a CPU.")
 
 WIDTHS = (8, 16, 32, 64, 128)
 ZIPF = 1.2
@@ -239,14 +244,36 @@ def training_step(sizes: Sizes, implementation: str) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str]) -> int:
+class Settings(NamedTuple):
+    """What the command line asks for."""
+
+    out: Path
+    sizes: Sizes
+    kernels: tuple[str, ...]
+
+
+def settings() -> Settings:
+    """The flags as settings.
+
+    Raises:
+      UserError: the file cannot be written, or there is no GPU and sizes are not small.
+    """
+    quiet_without_gpu()
+    if _SMALL.value:
+        return Settings(output_file("out", _OUT.value), SMALL, ("xla",))
+    if jax.default_backend() != "gpu":
+        raise UserError(
+            f"there is no GPU, but platform {jax.default_backend()}: --small tries the program "
+            "on a CPU"
+        )
+    return Settings(output_file("out", _OUT.value), Sizes(), ("mosaic_gpu", "xla"))
+
+
+def main() -> int:
     """Writes the JSON file after each part, so that a run cut short leaves what it had."""
-    del argv
     started = time.perf_counter()
-    sizes = SMALL if _SMALL.value else Sizes()
-    out = from_caller(_OUT.value)
+    out, sizes, kernels = settings()
     device = jax.devices()[0]
-    kernels = ("xla",) if _SMALL.value else ("mosaic_gpu", "xla")
     report: dict[str, Any] = {
         "device": device.device_kind,
         "jax": jax.__version__,
@@ -255,7 +282,6 @@ def main(argv: Sequence[str]) -> int:
 
     def save() -> None:
         report["seconds"] = time.perf_counter() - started
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
 
     report["training step"] = training_step(sizes, "auto")
@@ -273,8 +299,8 @@ def main(argv: Sequence[str]) -> int:
     save()
     print(json.dumps(report, indent=1))
     is_right = _TESTS.value in ("passed", "not run")
-    return 0 if is_right and report["training step"]["same bits in two runs"] else 1
+    return DONE if is_right and report["training step"]["same bits in two runs"] else NO
 
 
 if __name__ == "__main__":
-    app.run(main)
+    COMMAND.run(main)

@@ -4,8 +4,8 @@
 #   bash tools/gpu_check.sh [file.json]
 #
 # Uses the Python at hand (XREX_PYTHON, or python3), which must have a JAX that sees the GPU, and
-# pytest, hypothesis and optax. Writes one JSON file (default: out/gpu_check.json); exits with 0
-# when all checks passed, whatever the speeds are.
+# pytest, hypothesis and optax. Writes one JSON file (default: out/gpu_check.json). Exit status: 0
+# when all checks passed, whatever the speeds are; 1 when one failed; 2 when they cannot be run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${XREX_PYTHON:-python3}"
@@ -18,7 +18,7 @@ export JAX_PLATFORMS=cuda,cpu
 
 "$python" -c 'import jax; jax.devices("cuda")' 2>/dev/null || {
   echo "gpu_check: $python has no JAX that sees an NVIDIA GPU: install jax[cuda13] or set XREX_PYTHON" >&2
-  exit 1
+  exit 2
 }
 
 tests=passed

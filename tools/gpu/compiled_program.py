@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import hlo_text
-from tools.collectives import Collective, find_collectives
-from tools.hlo_text import Instruction, Module
+from tools.gpu import hlo_text
+from tools.gpu.collectives import Collective, find_collectives
+from tools.gpu.hlo_text import Instruction, Module
 
 
 class Memory(NamedTuple):

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from rich.table import Table
 from rich.text import Text
 
-from xrex.layout.layout import AnyMesh, communicators
+from xrex.layout.layout import AnyMesh, Layout, communicators
 
 # More ranks than these are drawn in groups; of more communicators, the first ones and the last.
 MOST_RANKS = 16
@@ -25,7 +25,7 @@ class Row:
       ranks: their numbers.
       columns: columns of the table that they hold.
       tokens: tokens that they hold; empty where communicators differ in it.
-      cells: one a communicator that is drawn: devices and nodes, and tokens where they differ.
+      cells: one per communicator that is drawn: devices and nodes, and tokens where they differ.
     """
 
     ranks: str
@@ -49,35 +49,28 @@ class Picture:
     rows: tuple[Row, ...]
 
 
-def picture(
-    mesh: AnyMesh,
-    table_axis: tuple[str, ...],
-    data_axis: tuple[str, ...],
-    *,
-    tokens_per_batch: int,
-    emb_width: int,
-    num_devices_per_node: int,
-) -> Picture | None:
+def picture(layout: Layout) -> Picture | None:
     """The picture of a layout, accepted or not; None where axes or sizes have no meaning."""
-    sizes = (*mesh.shape.values(), tokens_per_batch, emb_width, num_devices_per_node)
-    for axes in (table_axis, data_axis):
+    mesh, node = layout.mesh, layout.num_devices_per_node
+    sizes = (*mesh.shape.values(), layout.tokens_per_batch, layout.emb_width, node)
+    for axes in (layout.table_axis, layout.data_axis):
         if len(set(axes)) < len(axes) or not set(axes) <= set(mesh.shape):
             return None
     if any(not isinstance(size, int | np.integer) or size < 1 for size in sizes):
         return None
-    groups = communicators(mesh, table_axis)
+    groups = communicators(mesh, layout.table_axis)
     count, ranks = groups.shape
     devices = _device_numbers(mesh)[groups]
-    shards, num_shards = _token_shards(mesh, data_axis)
+    shards, num_shards = _token_shards(mesh, layout.data_axis)
     shards = shards[groups]
     alike = bool((shards == shards[0]).all())
-    held = _Held(devices // num_devices_per_node, devices, shards, tokens_per_batch, num_shards)
+    held = _Held(devices // node, devices, shards, layout.tokens_per_batch, num_shards)
     drawn = _drawn(count)
     rows = tuple(
         Row(
             ranks=_named("rank", part),
-            columns=_share(part, emb_width, ranks),
-            tokens=_share(shards[0][part], tokens_per_batch, num_shards) if alike else "",
+            columns=_share(part, layout.emb_width, ranks),
+            tokens=_share(shards[0][part], layout.tokens_per_batch, num_shards) if alike else "",
             cells=tuple(_cell(held, (number, part), alike) for number in drawn),
         )
         for part in np.array_split(np.arange(ranks), min(ranks, MOST_RANKS))
@@ -113,7 +106,7 @@ def _cell(held: _Held, where: tuple[int, np.ndarray], alike: bool) -> str:
 
 
 def as_table(drawn: Picture) -> Table:
-    """The picture for a terminal, without its title: one colour a rank."""
+    """The picture for a terminal, without its title: one colour per rank."""
     alike = any(row.tokens for row in drawn.rows)
     several_lines = any("\n" in cell for row in drawn.rows for cell in row.cells)
     table = Table(show_lines=several_lines)
@@ -127,7 +120,7 @@ def as_table(drawn: Picture) -> Table:
 
 
 def write_png(drawn: Picture, path: Path) -> None:
-    """The picture as an image: a row a rank, a column a communicator, one colour a rank."""
+    """The picture as an image: a row per rank, a column per communicator, one colour per rank."""
     # Only here: the import takes as long as everything else.
     from matplotlib import colormaps
     from matplotlib.figure import Figure

@@ -16,18 +16,37 @@ def verdict(report: LayoutReport) -> RenderableType:
     """Yes or no, in one line."""
     if report.plan is None:
         count = len(report.broken)
-        rules = "1 requirement is" if count == 1 else f"{count} requirements are"
-        return Text(f"REJECTED: {rules} broken", style="bold red")
+        broken = "1 requirement is" if count == 1 else f"{count} requirements are"
+        return Text(f"REJECTED: {broken} broken", style="bold red")
     plan = report.plan
     return Text(
         f"ACCEPTED: {plan.group_size} ranks x {plan.shard_width} columns, "
-        f"{plan.tokens_per_rank} tokens a rank",
+        f"{plan.tokens_per_rank} tokens per rank",
         style="bold green",
     )
 
 
+def overflow(report: LayoutReport) -> RenderableType | None:
+    """That a batch may hold more distinct ids than there is room for; None where it cannot."""
+    layout, plan = report.layout, report.plan
+    if plan is None:
+        return None
+    most = layout.tokens_per_batch if plan.vocab is None else plan.vocab
+    most = min(most, layout.tokens_per_batch)
+    if layout.num_unique >= most:
+        return None
+    return Text(
+        f"TOKENS CAN BE LEFT OUT: a batch may hold {most:,} distinct ids, and "
+        f"num_unique={layout.num_unique:,} has room for {layout.num_unique:,}.\n"
+        f"  Of a batch with more, the {layout.num_unique:,} smallest ids are trained. The largest "
+        "ids are left out:\n  their tokens get no gradient, and each is counted in `dropped`.\n"
+        f"  With --num_unique={most} none is ever left out.",
+        style="bold yellow",
+    )
+
+
 def explanation(report: LayoutReport) -> RenderableType:
-    """Every broken rule, why it matters, and the changes; each change once."""
+    """Every broken requirement, why it matters, and the changes; each change once."""
     shown: set[str] = set()
     parts: list[RenderableType] = []
     for number, broken in enumerate(report.broken, 1):
@@ -43,9 +62,9 @@ def _broken_part(
     yield Text(f"   Why: {broken.why}")
     new = [change for change in broken.changes if change.flags not in shown]
     if not new:
-        yield Text("   Mended by the changes above.")
+        yield Text("   Fixed by the changes above.")
         return
-    yield Text("   Mend it (each line alone makes the whole layout valid):")
+    yield Text("   Fix it (each line alone makes the whole layout valid):")
     for change in new:
         yield Text(f"     {change.flags}", style="green", no_wrap=True)
 
@@ -60,7 +79,7 @@ def plan_tables(plan: Plan) -> RenderableType:
 
 def _memory(plan: Plan) -> Table:
     table = Table(
-        title="\nBytes a rank (staleness 1, reference kernels; the dense model comes on top)",
+        title="\nBytes per rank (staleness 1, reference kernels; the dense model comes on top)",
         title_justify="left",
     )
     for heading in ("", "array", "shape", "dtype"):
@@ -90,10 +109,10 @@ def _shape(array: ArrayPlan) -> str:
 
 
 def _wire(plan: Plan) -> Table:
-    table = Table(title="\nWire a rank and step", title_justify="left")
+    table = Table(title="\nWire per rank and step", title_justify="left")
     for heading in ("what", "collective"):
         table.add_column(heading)
-    for heading in ("bytes sent", "across nodes", "messages a peer", "of bytes"):
+    for heading in ("bytes sent", "across nodes", "messages per peer", "of bytes"):
         table.add_column(heading, justify="right")
     for part in plan.wire:
         table.add_row(
@@ -132,5 +151,6 @@ def _capacity(plan: Plan) -> Iterator[str]:
     for capacity in memory.largest_vocab:
         yield (
             f"Largest vocabulary in {capacity.device_bytes // 10**9} GB, beside pins, "
-            f"temporary{reserved}: {capacity.vocab:,} rows of {memory.bytes_per_row} bytes a rank."
+            f"temporary{reserved}: {capacity.vocab:,} rows of {memory.bytes_per_row} bytes per "
+            "rank."
         )

@@ -17,8 +17,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from tools.gpu_topology import GpuTarget
-from tools.hlo_text import Computation, Instruction, Module
+from tools.gpu.hlo_text import Computation, Instruction, Module
+from tools.gpu.topology import GpuTarget
 
 # They run nothing, or nothing that is worth counting.
 _FREE = (

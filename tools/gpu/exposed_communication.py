@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tools import collectives, roofline
-from tools.gpu_topology import GpuTarget
-from tools.hlo_text import Instruction, Module
+from tools.gpu import collectives, roofline
+from tools.gpu.hlo_text import Instruction, Module
+from tools.gpu.topology import GpuTarget
 
 
 class Beside(NamedTuple):

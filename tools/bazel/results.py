@@ -1,16 +1,19 @@
-"""Counts what Bazel's tests did: `python -m tools.bazel_results EVENTS`.
+"""Counts what Bazel's tests did: `python -m tools.bazel.results EVENTS`.
 
 EVENTS is what `bazel test --build_event_json_file=EVENTS` wrote. Prints one line in the plain form
 that log readers know: `12 passed, 0 failed, 1 skipped`.
 """
 
 import json
-import sys
 import urllib.parse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
+
+from tools.common.command import Command, UserError
+
+COMMAND = Command("bazel.results", __doc__, "EVENTS")
 
 
 class Counts(NamedTuple):
@@ -50,7 +53,7 @@ def count_target(result: dict[str, Any]) -> Counts:
 
 def count_events(lines: Iterable[str]) -> Counts:
     """The cases of all targets."""
-    events = (json.loads(line) for line in lines)
+    events = (dict(json.loads(line)) for line in lines)
     counts = [count_target(event["testResult"]) for event in events if "testResult" in event]
     return (
         Counts(*(sum(column) for column in zip(*counts, strict=True)))
@@ -59,12 +62,15 @@ def count_events(lines: Iterable[str]) -> Counts:
     )
 
 
-def main(events: str) -> None:
+def main() -> None:
     """Prints the line."""
-    with open(events, encoding="utf-8") as lines:
-        counts = count_events(lines)
+    events = COMMAND.operand
+    try:
+        counts = count_events(Path(events).read_text(encoding="utf-8").splitlines())
+    except (ValueError, LookupError, TypeError, AttributeError, ElementTree.ParseError) as error:
+        raise UserError(f"{events} is no list of Bazel's events ({error!r})") from error
     print(f"{counts.passed} passed, {counts.failed} failed, {counts.skipped} skipped")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    COMMAND.run(main)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xrex
 from pallas_kernels import api
+from xrex.layout.layout import AnyMesh
 
 
 class Program(NamedTuple):
@@ -26,7 +27,7 @@ class Program(NamedTuple):
         return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments)
 
 
-def shapes(mesh: Mesh, tree: Any, *specs: Any) -> Any:
+def shapes(mesh: Any, tree: Any, *specs: Any) -> Any:
     """The shapes of `tree` (arrays or shapes), sharded over the mesh, all alike."""
     sharding = NamedSharding(mesh, PartitionSpec(*specs))
     return jax.tree.map(
@@ -97,36 +98,43 @@ def kernel_programs(mesh: Mesh, shape: KernelShape) -> tuple[Program, ...]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of a training step. The dense model is a stack of square layers."""
+    """A training step's layout and sizes. The dense model is a stack of square layers."""
 
+    layout: xrex.Layout
     vocab: int = 10_000_000
-    emb_width: int = 512
-    tokens_per_rank: int = 8192
-    num_unique: int | None = None  # None: room for every token
     dtype: str = "bfloat16"
     dense_layers: int = 3
     staleness: int = 1
     implementation: str = "auto"
 
 
-def step_handle(mesh: Mesh, shape: StepShape) -> xrex.AsyncEmbContextHandle:
-    """The layout of the step: table and tokens over all axes of the mesh."""
-    tokens = shape.tokens_per_rank * mesh.size
-    return xrex.make_context_handle(
-        mesh,
-        mesh.axis_names,
-        data_axis=mesh.axis_names,
-        tokens_per_batch=tokens,
-        emb_width=shape.emb_width,
-        num_unique=shape.num_unique or tokens,
-        num_devices_per_node=min(8, mesh.size),
-        implementation=shape.implementation,
-    )
+def whole_mesh_layout(mesh: AnyMesh, **fields: Any) -> xrex.Layout:
+    """A layout with table and tokens over all axes of the mesh.
+
+    Args:
+      mesh: the mesh.
+      **fields: other fields of the layout. Default: 8,192 tokens per rank, 512 columns, room for
+        every distinct id, nodes of 8.
+    """
+    tokens = fields.get("tokens_per_batch", 8192 * mesh.size)
+    defaults = {
+        "tokens_per_batch": tokens,
+        "emb_width": 512,
+        "num_unique": max(1, tokens),
+        "num_devices_per_node": min(8, mesh.size),
+    }
+    return xrex.Layout(mesh, mesh.axis_names, data_axis=mesh.axis_names, **(defaults | fields))
 
 
-def lower_step(mesh: Mesh, shape: StepShape) -> jax.stages.Lowered:
+def step_handle(shape: StepShape) -> xrex.AsyncEmbContextHandle:
+    """The handle of the step's layout."""
+    return xrex.make_context_handle(shape.layout, implementation=shape.implementation)
+
+
+def lower_step(shape: StepShape) -> jax.stages.Lowered:
     """A step of the pipeline, rowwise Adagrad on the table and SGD on the dense model."""
-    handle = step_handle(mesh, shape)
+    handle = step_handle(shape)
+    mesh, emb_width = shape.layout.mesh, shape.layout.emb_width
     rule = xrex.RowwiseAdagrad(learning_rate=0.1)
     optimizer = optax.sgd(0.1)
 
@@ -140,9 +148,9 @@ def lower_step(mesh: Mesh, shape: StepShape) -> jax.stages.Lowered:
     pipeline = xrex.make_pipeline(
         handle, rule, loss_fn, optimizer, vocab=shape.vocab, staleness=shape.staleness
     )
-    weights = jax.ShapeDtypeStruct((shape.emb_width, shape.emb_width), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((emb_width, emb_width), jnp.bfloat16)
     params = (weights,) * shape.dense_layers
-    table = jax.ShapeDtypeStruct((shape.vocab, shape.emb_width), shape.dtype)
+    table = jax.ShapeDtypeStruct((shape.vocab, emb_width), shape.dtype)
     tokens = jax.ShapeDtypeStruct((handle.tokens_per_batch,), jnp.int32)
     batch = xrex.Batch(shapes(mesh, tokens, mesh.axis_names), ())
     state = xrex.PipelineState(

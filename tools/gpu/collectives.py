@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tools.hlo_text import Computation, Instruction, Module
+from tools.gpu.hlo_text import Computation, Instruction, Module
 
 _KINDS = (
     "all-gather",

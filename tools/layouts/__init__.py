@@ -1,0 +1,1 @@
+"""Layouts on the command line: their flags, their text and their picture."""
