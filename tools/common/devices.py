@@ -77,7 +77,11 @@ def choose_mesh(mesh: str | None, devices: int | None) -> tuple[int, ...]:
             f"--mesh={mesh} has {math.prod(shape)} devices, and --devices is {devices}: "
             "leave one of them out"
         )
-    found = choose_devices(math.prod(shape) if shape else devices)
+    try:
+        found = choose_devices(math.prod(shape) if shape else devices)
+    except UserError as error:
+        name, value = ("mesh", mesh) if shape else ("devices", devices)
+        raise wrong_value(name, value, str(error)) from error
     return shape or (len(found),)
 
 
