@@ -3,16 +3,17 @@
 import numpy as np
 import pytest
 
-from tools.batches import padded_parts, row_penalties, training_batches
-from tools.clicks import PADDING
-from tools.synthetic import SyntheticConfig, synthetic_clicks
+from tools.recommender.batches import padded_parts, row_penalties, training_batches
+from tools.recommender.clicks import PADDING
+from tools.recommender.config import SyntheticConfig
+from tools.recommender.synthetic import synthetic_clicks
 
 DATA = synthetic_clicks(SyntheticConfig(examples=100, users=7, items=50))
 
 
 def _batches(**changed):
     arguments = {
-        "batch": 20,
+        "batch_size": 20,
         "steps": 9,
         "seed": 0,
         "hide_users": 0.0,
@@ -57,7 +58,7 @@ def test_hides_a_share_of_users_and_nothing_else(share):
 
 def test_penalties_add_up_to_the_features_over_one_pass():
     penalties = [3.0, 0.5, *[2.0] * (len(DATA.features) - 2)]
-    (batch,) = _batches(batch=90, steps=1, penalties=penalties)
+    (batch,) = _batches(batch_size=90, steps=1, penalties=penalties)
     total = np.zeros(DATA.vocab)
     np.add.at(total, batch.token_ids, batch.penalties)
     seen = np.bincount(DATA.token_ids[:90].ravel(), minlength=DATA.vocab) > 0

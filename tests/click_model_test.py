@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tools import click_model
-from tools.click_model import ClickInputs, ClickModelConfig
-from tools.clicks import PADDING, Column, make_click_data
-from tools.synthetic import SyntheticConfig, synthetic_clicks
+from tools.recommender import click_model
+from tools.recommender.click_model import ClickInputs, ClickModelConfig
+from tools.recommender.clicks import PADDING, Column, make_click_data
+from tools.recommender.config import SyntheticConfig
+from tools.recommender.synthetic import synthetic_clicks
 
 CONFIG = ClickModelConfig(
     slots=(1, 1, 3, 1), emb_width=4, levels=3, label_level=1, hidden=5, dropout=0.5

@@ -1,24 +1,14 @@
-"""The click data: tokens of one vocabulary, split by time; CSV files and the synthetic stream."""
+"""The click data: tokens of one vocabulary, split by time; clicks; the synthetic stream."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from tools.clicks import PADDING, Column, DataError, make_click_data, read_ratings_csv
-from tools.synthetic import SyntheticConfig, synthetic_clicks
-
-HEADER = "userId,movieId,rating,timestamp\n"
-
-
-def _write(tmp_path, text):
-    path = tmp_path / "ratings.csv"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-def _rows(n, start=0):
-    return "".join(f"{i % 3},{i % 4},{1 + i % 5},{100 + i}\n" for i in range(start, start + n))
+from tools.recommender.click_rating import default_click_rating
+from tools.recommender.clicks import PADDING, Column, make_click_data
+from tools.recommender.config import SyntheticConfig
+from tools.recommender.synthetic import synthetic_clicks
 
 
 def test_features_share_one_vocabulary_and_keep_their_slots():
@@ -84,17 +74,54 @@ def test_grades_compare_ratings_with_every_level():
     assert data.labels[:5].tolist() == [0, 0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("ratings", "least"),
+    [
+        ([1, 2, 3, 4, 5], 4),
+        ([0.5, 4.5, 2], 4),
+        ([1, 4, 2], 4),
+        ([4, 5], 4),
+        ([0, 1, 1], 1),
+        ([1, 1], 1),
+        ([1, 10, 5], 8),
+        ([1, 7], 5.6),
+        ([0, 100, 37], 80),
+        ([1, 2, 3], 2.4),
+        ([0, 0.5, 1], 0.8),
+        ([-1, 1], 0.8),
+        ([0, 0], 0),
+    ],
+)
+def test_what_a_click_is_fits_the_ratings(ratings, least):
+    assert default_click_rating(np.asarray(ratings, float)) == least
+
+
+@pytest.mark.parametrize(("least", "level"), [(None, 2), (2, 0), (3.5, 2), (5, 3), (0, 0), (9, 4)])
+def test_the_rating_of_a_click_can_be_chosen(least, level):
+    users = Column("user", np.zeros((20, 1), int), 1)
+    ratings = np.tile([1, 2, 3, 4, 5, 4, 3, 2, 5, 1], 2)
+    data = make_click_data("x", [users], ratings, np.arange(20), least)
+    assert data.click_rating == (4 if least is None else least)
+    assert data.label_level == level
+    np.testing.assert_array_equal(data.labels, ratings >= data.click_rating)
+    assert data.click_share == np.mean(ratings >= data.click_rating)
+
+
 def test_many_distinct_ratings_leave_only_the_label():
     users = Column("user", np.zeros((100, 1), int), 1)
     ratings = np.random.default_rng(0).uniform(0, 8, size=100)
     data = make_click_data("x", [users], ratings, np.arange(100))
     assert data.grades.shape == (100, 1)
-    assert (data.labels == (ratings >= 4)).all()
+    assert (data.labels == (ratings >= data.click_rating)).all()
+    assert data.click_rating == ratings.max() * 4 / 5
 
 
-def test_before_forgets_all_behind_its_end(tmp_path):
-    rows = _rows(160) + "9,3,5,300\n" * 10 + _rows(30, start=300)
-    data = read_ratings_csv(_write(tmp_path, HEADER + rows))
+def test_before_forgets_all_behind_its_end():
+    """User 3 comes in examples 160 to 169 only."""
+    time = np.arange(200)
+    users = np.where((time >= 160) & (time < 170), 3, time % 3)
+    columns = [Column("user", users[:, None], 4), Column("movie", time[:, None] % 4, 4)]
+    data = make_click_data("x", columns, 1 + time % 5, time)
     earlier = data.before(data.train_size)
     assert data.train_size == 180
     assert len(earlier.labels) == 180
@@ -106,47 +133,6 @@ def test_before_forgets_all_behind_its_end(tmp_path):
     assert earliest.train_size < 160
     assert (earliest.token_ids[160:170, 0] == PADDING).all()
     assert (earliest.token_ids[:160] == data.token_ids[:160]).all()
-
-
-def test_reads_a_csv_with_quotes_other_columns_and_a_byte_order_mark(tmp_path):
-    rows = "".join(f'{100 + i},"{1 + i % 5}",x,"m,{i % 4}",u{i % 3}\n' for i in range(40))
-    path = _write(tmp_path, "\ufefftimestamp,rating,tag,movieId,userId\n" + rows)
-    data = read_ratings_csv(path)
-    assert [f.size for f in data.features] == [3, 4]
-    assert data.labels.tolist() == [float(i % 5 >= 3) for i in range(40)]
-
-
-@pytest.mark.parametrize(
-    ("text", "where", "what"),
-    [
-        (HEADER + _rows(4) + "1,2,good,7\n", ":6:", "rating 'good' is not a finite number"),
-        (HEADER + _rows(4) + "1,2,nan,7\n", ":6:", "rating 'nan' is not a finite number"),
-        (HEADER + _rows(4) + "1,2,3,\n", ":6:", "timestamp '' is not a finite number"),
-        (HEADER + _rows(2) + "1,2,3\n" + _rows(2), ":4:", "3 fields where the header has 4"),
-        (HEADER + _rows(2) + "1,2,3,4,5\n", ":4:", "5 fields where the header has 4"),
-        (HEADER + _rows(2) + "\n", ":4:", "0 fields where the header has 4"),
-        (HEADER + _rows(2) + ",2,3,4\n", ":4:", "an empty userId or movieId"),
-        (HEADER + _rows(2) + '1,"2,3,4\n', ":4:", "unexpected end of data"),
-        (HEADER.encode() + b"1,\xff,3,4\n", "", "not UTF-8"),
-        ("user,movieId,rating\n", ":1:", "no column userId, timestamp in the header"),
-        ("", ":1:", "no column userId"),
-        (HEADER, "", "0 examples; at least 2"),
-        (HEADER + "1,1,5,1\n1,2,5,2\n1,2,1,3\n", "", "all 2 labels of the training part are 1"),
-    ],
-)
-def test_a_bad_csv_names_file_line_and_remedy(tmp_path, text, where, what):
-    path = _write(tmp_path, text)
-    with pytest.raises(DataError) as error:
-        read_ratings_csv(path)
-    message = str(error.value)
-    assert message.startswith(f"{path}{where}")
-    assert what in message
-    assert "mend" in message or "give more" in message or "at least 2 are needed" in message
-
-
-def test_a_missing_csv_says_so(tmp_path):
-    with pytest.raises(DataError, match=r"none\.csv: No such file"):
-        read_ratings_csv(tmp_path / "none.csv")
 
 
 def test_the_synthetic_stream_depends_on_its_config_alone():
@@ -182,11 +168,3 @@ def test_synthetic_tastes_are_planted():
     # What is left when the biases are taken out is the taste.
     tastes = [r - r.mean(0) - r.mean(1, keepdims=True) + r.mean() for r in halves]
     assert np.corrcoef(tastes[0].ravel(), tastes[1].ravel())[0, 1] > 0.8
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("examples", 1), ("users", 0), ("items", -1), ("zipf", float("nan"))]
-)
-def test_a_bad_synthetic_size_is_named(field, value):
-    with pytest.raises(ValueError, match=f"synthetic {field}={value}"):
-        SyntheticConfig(**{field: value})

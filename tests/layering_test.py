@@ -23,7 +23,17 @@ COMPATIBILITY = "pallas_kernels/compat.py"
 # As getattr and importlib take it.
 PRIVATE_IN_TEXT = re.compile(r"(jax\.)?_src(\.\w+)*")
 # Imported by the suite or the tools alone.
-NOT_FOR_USERS = ("chex", "hypothesis", "matplotlib", "optax", "pytest", "rich", "tests", "tools")
+NOT_FOR_USERS = (
+    "chex",
+    "hypothesis",
+    "matplotlib",
+    "optax",
+    "pyarrow",
+    "pytest",
+    "rich",
+    "tests",
+    "tools",
+)
 
 
 def is_within(name: str, prefixes: tuple[str, ...]) -> bool:

@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.clicks import Column, make_click_data
-from tools.metrics import auc, fit_baseline, fit_biases, validation_folds
+from tools.common.command import UserError
+from tools.recommender.baseline import MIDDLE_PENALTIES, fit_baseline, fit_biases
+from tools.recommender.clicks import Column, make_click_data
+from tools.recommender.folds import choose_fold, usable_folds, validation_folds
+from tools.recommender.metrics import auc, roc_curve
 
 LABELLED_SCORES = st.lists(
     st.tuples(st.booleans(), st.integers(-3, 3)), min_size=2, max_size=40
@@ -70,7 +73,8 @@ def test_the_baseline_comes_near_the_planted_log_odds():
     data, log_odds = _planted(6_000)
     test = slice(data.train_size, None)
     best = auc(data.labels[test], log_odds[test])
-    found = auc(data.labels[test], fit_baseline(data).scores(data.token_ids[test]))
+    baseline = fit_baseline(data, usable_folds(data))
+    found = auc(data.labels[test], baseline.scores(data.token_ids[test]))
     assert best - 0.02 < found < best + 0.01
 
 
@@ -94,5 +98,75 @@ def test_the_baseline_chooses_without_a_look_at_the_test_part():
     data, _ = _planted(500)
     grades = data.grades.copy()
     grades[data.train_size :] = 1 - grades[data.train_size :]
-    other = fit_baseline(dataclasses.replace(data, grades=grades))
-    assert (other.biases == fit_baseline(data).biases).all()
+    data, other = (
+        fit_baseline(part, usable_folds(part))
+        for part in (data, dataclasses.replace(data, grades=grades))
+    )
+    assert (other.biases == data.biases).all()
+
+
+def _labelled(labels, **changed):
+    """Examples with given labels in order of time."""
+    users = Column("user", np.arange(len(labels))[:, None] % 3, 3)
+    movies = Column("movie", np.arange(len(labels))[:, None] % 5, 5)
+    ratings = np.where(labels, 5.0, 1.0)
+    return make_click_data("some.csv", [users, movies], ratings, np.arange(len(labels)), **changed)
+
+
+def test_folds_that_lack_a_class_are_left_out_of_the_choice():
+    labels = np.arange(5_000) % 3 == 0
+    labels[4_050:4_500] = True
+    data = _labelled(labels)
+    assert [len(fold.labels) for fold in usable_folds(data)] == [4_050, 3_645]
+    assert np.isfinite(fit_baseline(data, usable_folds(data)).biases).all()
+
+
+def test_without_any_fold_the_baseline_takes_the_penalties_in_the_middle():
+    labels = np.arange(1_000) % 3 == 0
+    labels[600:900] = True
+    data = _labelled(labels)
+    assert usable_folds(data) == []
+    wanted = fit_biases(data, *MIDDLE_PENALTIES)
+    assert (fit_baseline(data, []).biases == wanted.biases).all()
+
+
+@pytest.mark.parametrize(
+    ("same", "fold", "words"),
+    [
+        (slice(4_500, 5_000), 0, "the test part (examples 4,501 to 5,000 of 5,000, by time)"),
+        (slice(0, 4_500), 0, "the training part (examples 1 to 4,500 of 5,000, by time)"),
+        (slice(0, 5_000), 0, "the training part (examples 1 to 4,500 of 5,000, by time)"),
+        (slice(4_050, 4_500), 1, "the test part (examples 4,051 to 4,500 of 4,500, by time)"),
+        (slice(3_645, 4_050), 2, "the test part (examples 3,646 to 4,050 of 4,050, by time)"),
+        (slice(0, 4_050), 1, "the training part (examples 1 to 4,050 of 4,500, by time)"),
+    ],
+)
+@pytest.mark.parametrize("clicks", [True, False])
+def test_a_part_of_one_class_is_named_with_what_to_do(same, fold, words, clicks):
+    labels = np.arange(5_000) % 3 == 0
+    labels[same] = clicks
+    data = _labelled(labels, click_rating=4.0)
+    with pytest.raises(UserError) as error:
+        choose_fold(data, fold)
+    message = str(error.value)
+    assert message.startswith(f"some.csv: {words} has {'clicks' if clicks else 'non-clicks'} only")
+    assert "a click is a rating of at least 4: choose another --click_rating" in message
+    assert ("--fold" in message) == (fold > 0)
+    others = {0, 1, 2, 3} - {fold} if same.stop - same.start < 1_000 else ()
+    for other in others:
+        assert choose_fold(data, other).train_size
+
+
+@pytest.mark.parametrize(("examples", "fold"), [(1, 0), (2, 1), (3, 3), (2, 3)])
+def test_too_few_examples_for_a_fold_are_said(examples, fold):
+    data = _labelled(np.arange(examples) % 2 == 0)
+    with pytest.raises(UserError, match=r"some\.csv: the (training|test) part is empty.*give more"):
+        choose_fold(data, fold)
+
+
+def test_the_roc_curve_encloses_the_auc():
+    rng = np.random.default_rng(0)
+    labels, scores = rng.integers(2, size=200), rng.integers(9, size=200).astype(float)
+    false_positives, true_positives = roc_curve(labels, scores)
+    area = np.trapezoid(true_positives, false_positives)
+    np.testing.assert_allclose(area, auc(labels, scores), rtol=1e-12)

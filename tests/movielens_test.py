@@ -7,9 +7,10 @@ import zipfile
 
 import pytest
 
-from tools import movielens
-from tools.clicks import PADDING, DataError
-from tools.movielens import ML_100K, Source, download_wheel, fetch, read_movielens
+from tools.common.command import UserError
+from tools.recommender import movielens
+from tools.recommender.clicks import PADDING
+from tools.recommender.movielens import ML_100K, Source, download_wheel, fetch, read_movielens
 
 FOLDER = "recbole/dataset_example/ml-100k"
 WHEEL = "recbole-1.2.1-py3-none-any.whl"
@@ -50,7 +51,7 @@ def _serves(files=FILES, edit=lambda data: data):
 
 
 def _no_download(_requirement, _folder):
-    raise DataError("the network was asked")
+    raise UserError("the network was asked")
 
 
 def _write(folder, **changed):
@@ -93,7 +94,7 @@ def test_a_damaged_or_missing_file_of_the_cache_is_fetched_anew(tmp_path):
 )
 def test_a_bad_download_says_what_to_do_and_leaves_the_cache_as_it_was(tmp_path, download, message):
     (tmp_path / "ml-100k.user").write_text("mine")
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         fetch(tmp_path, _source(), download)
     assert message in str(error.value)
     for remedy in ("Nothing of it was kept", str(tmp_path), "--data synthetic"):
@@ -154,7 +155,7 @@ def test_pip_serves_a_wheel(tmp_path, monkeypatch):
 def test_pips_own_words_are_passed_on(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(DataError, match=r"could not download recbole==1\.2\.1: (?s:.)*No matching"):
+    with pytest.raises(UserError, match=r"could not download recbole==1\.2\.1: (?s:.)*No matching"):
         download_wheel(ML_100K.requirement, tmp_path)
 
 
@@ -179,17 +180,25 @@ INTER_HEADER = FILES["ml-100k.inter"].splitlines()[0] + "\n"
     ("changed", "where", "what"),
     [
         ({"inter": INTER_HEADER + "1\t1\t4\t9\n1\t1\t4\n"}, "inter:3:", "3 fields where the"),
-        ({"inter": INTER_HEADER + "1\t1\tfour\t9\n"}, "inter:2:", "rating 'four' is not"),
-        ({"inter": INTER_HEADER + "1\t1\t4\tinf\n"}, "inter:2:", "timestamp 'inf' is not"),
-        ({"inter": INTER_HEADER + "9\t1\t4\t9\n"}, "inter:2:", "unknown user '9' or movie '1'"),
+        ({"inter": INTER_HEADER + "1\t1\tfour\t9\n"}, "inter:2:", "rating:float 'four' is not"),
+        ({"inter": INTER_HEADER + "1\t1\t4\tinf\n"}, "inter:2:", "timestamp:float 'inf' is not"),
+        ({"inter": INTER_HEADER + "9\t1\t4\t9\n"}, "inter:2:", "unknown user_id:token '9'"),
         ({"inter": "user_id:token\n1\n"}, "inter:1:", "no column item_id:token"),
-        ({"user": FILES["ml-100k.user"] + "4\told\tM\tx\t1\n"}, "user:5:", "age 'old' is not"),
+        (
+            {"user": FILES["ml-100k.user"] + "4\told\tM\tx\t1\n"},
+            "user:5:",
+            "age:token 'old' is",
+        ),
+        ({"inter": INTER_HEADER + "1\t9\t4\t9\n"}, "inter:2:", "unknown item_id:token '9'"),
+        ({"user": FILES["ml-100k.user"] + "1\t9\tM\tx\t1\n"}, "user:5:", "'1' for the second"),
+        ({"item": FILES["ml-100k.item"] + "2\tx\t1\tA\n"}, "item:4:", "'2' for the second"),
+        ({"user": FILES["ml-100k.user"].splitlines()[0]}, "user:1:", "no row follows"),
         ({"item": FILES["ml-100k.item"] + "3\n"}, "item:4:", "1 fields where the header has 4"),
     ],
 )
 def test_a_malformed_row_names_file_line_and_remedy(tmp_path, changed, where, what):
     folder = _write(tmp_path, **changed)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         read_movielens(folder)
     message = str(error.value)
     assert message.startswith(f"{folder}/ml-100k.{where}")

@@ -43,7 +43,7 @@ def run_as_bazel(caller: Path, *command: str) -> subprocess.CompletedProcess[str
 def test_train_reads_and_writes_the_callers_files(tmp_path: Path) -> None:
     """It makes its folder first, and then names the file that it cannot read."""
     result = run_as_bazel(tmp_path, "-m", "tools.train", "--data=no.csv", "--out=runs/one")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert f"{tmp_path}/no.csv" in result.stderr
     assert (tmp_path / "runs" / "one").is_dir()
 

@@ -25,7 +25,7 @@ import xrex
 from tools.common.command import Command, wrong_value
 from tools.common.devices import MOST_DEVICES, check_memory, choose_devices
 from tools.layouts.layout_flags import LayoutFlags
-from tools.synthetic import zipf_ids
+from tools.recommender.synthetic import zipf_ids
 
 # Ids are int32.
 MOST_ROWS = 2**31 - 1

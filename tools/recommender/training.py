@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,77 +11,12 @@ import numpy as np
 import optax
 
 import xrex
-from tools import click_model
-from tools.batches import padded_parts, training_batches
-from tools.click_model import ClickInputs, ClickModelConfig, ClickModelParams
-from tools.clicks import ClickData
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train.
-
-    The defaults were tried on validation folds of MovieLens-100K's training part; learning rate and
-    steps were then picked among a few settings with a look at the test part too.
-
-    Attributes:
-      mesh: sizes of the mesh's axes; table and tokens are sharded over all of them.
-      staleness: 0 for synchronous training, 1 to overlap.
-      steps: batches to train on.
-      batch: examples in a batch.
-      width: columns of the table.
-      dtype: of the table, float32 or bfloat16.
-      learning_rate: of the table; it falls linearly to 0, as does the dense one.
-      dense_learning_rate: of the dense model's Adam.
-      eps: of the table's Adagrad. Well above a rare token's gradients, it keeps them from moving
-        rows as far as a frequent token's.
-      half_life_steps: of the table's accumulator; None never decays.
-      weight_decay: of the table, an update.
-      lazy_decay: whether rows catch up with decay when they are touched.
-      num_unique: room for distinct ids of a batch; None for enough.
-      dropout: share of the embeddings' entries that training leaves out.
-      hide_users: share of the examples that training shows without their user; see
-        `training_batches`.
-      user_penalty: of the users' rows; see `row_penalties`.
-      item_penalty: of the items' rows.
-      trait_penalty: of all other rows.
-      seed: of everything random.
-    """
-
-    mesh: tuple[int, ...]
-    staleness: int = 1
-    steps: int = 704
-    batch: int = 1024
-    width: int = 32
-    dtype: str = "float32"
-    learning_rate: float = 0.2
-    dense_learning_rate: float = 0.005
-    eps: float = 0.01
-    half_life_steps: float | None = None
-    weight_decay: float = 0.0
-    lazy_decay: bool = False
-    num_unique: int | None = None
-    dropout: float = 0.3
-    hide_users: float = 0.0
-    user_penalty: float = 100.0
-    item_penalty: float = 10.0
-    trait_penalty: float = 500.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what xrex does not check itself."""
-        for name in ("steps", "batch", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
-        rates = ("learning_rate", "dense_learning_rate")
-        for name in (*rates, "user_penalty", "item_penalty", "trait_penalty"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative")
-        for name in ("dropout", "hide_users"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to below 1")
+from tools.common.command import wrong_value
+from tools.recommender import click_model
+from tools.recommender.batches import padded_parts, training_batches
+from tools.recommender.click_model import ClickInputs, ClickModelConfig, ClickModelParams
+from tools.recommender.clicks import ClickData
+from tools.recommender.config import TrainConfig
 
 
 class StepReport(NamedTuple):
@@ -123,11 +57,13 @@ class Trainer(NamedTuple):
     """A run that is about to begin: everything is checked, nothing is trained.
 
     Attributes:
+      handle: the table's layout.
       pipeline: the compiled steps.
       state: the idle state.
       model: the shape of the dense model.
     """
 
+    handle: xrex.AsyncEmbContextHandle
     pipeline: xrex.Pipeline
     state: xrex.PipelineState
     model: ClickModelConfig
@@ -139,18 +75,9 @@ def make_trainer(data: ClickData, config: TrainConfig) -> Trainer:
     Raises:
       ValueError: data and config do not go together; the message says which number to change.
     """
-    if config.batch > data.train_size:
-        raise ValueError(
-            f"batch={config.batch} is more than the {data.train_size} training examples"
-        )
-    devices = math.prod(config.mesh)
-    if config.batch % devices:
-        raise ValueError(
-            f"batch={config.batch} does not shard evenly over {devices} devices: "
-            f"use a multiple of {devices}"
-        )
+    check_sizes(data, config)
     handle = make_handle(data, config)
-    model = click_model.config_for(data, config.width, dropout=config.dropout, seed=config.seed)
+    model = click_model.config_for(data, config.emb_width, dropout=config.dropout, seed=config.seed)
 
     def loss_fn(params: ClickModelParams, rows: jax.Array, inputs: ClickInputs) -> jax.Array:
         return click_model.loss(params, rows, inputs, model)
@@ -164,10 +91,37 @@ def make_trainer(data: ClickData, config: TrainConfig) -> Trainer:
         staleness=config.staleness,
     )
     table_key, dense_key = jax.random.split(jax.random.key(config.seed))
-    table = click_model.init_table(table_key, data.vocab, config.width).astype(config.dtype)
+    table = click_model.init_table(table_key, data.vocab, config.emb_width).astype(config.dtype)
     params = click_model.init_params(dense_key, model, click_model.level_log_odds(data))
     state = pipeline.init(table, params)
-    return Trainer(pipeline, state, model)
+    return Trainer(handle, pipeline, state, model)
+
+
+def check_sizes(data: ClickData, config: TrainConfig) -> None:
+    """Raises UserError unless the devices, the batch and the table fit together."""
+    devices = math.prod(config.mesh)
+    if devices > data.train_size:
+        raise wrong_value(
+            "devices", devices, f"wanted at most the {data.train_size:,} examples to train on"
+        )
+    if config.batch_size > data.train_size:
+        largest = data.train_size // devices * devices
+        raise wrong_value(
+            "batch_size",
+            config.batch_size,
+            f"there are {data.train_size:,} examples to train on: use {largest} or less",
+        )
+    for name in ("batch_size", "emb_width"):
+        value = getattr(config, name)
+        if value % devices:
+            below = value // devices * devices
+            use = f"{below} or {below + devices}" if below else str(devices)
+            raise wrong_value(name, value, f"{devices} devices do not divide it: use {use}")
+    tokens = config.batch_size * data.slots
+    if config.num_unique is not None and config.num_unique > tokens:
+        raise wrong_value(
+            "num_unique", config.num_unique, f"a batch has {tokens} tokens: use {tokens} or less"
+        )
 
 
 def make_handle(data: ClickData, config: TrainConfig) -> xrex.AsyncEmbContextHandle:
@@ -179,13 +133,13 @@ def make_handle(data: ClickData, config: TrainConfig) -> xrex.AsyncEmbContextHan
         axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
         devices=jax.devices()[: math.prod(config.mesh)],
     )
-    tokens_per_batch = config.batch * data.slots
+    tokens_per_batch = config.batch_size * data.slots
     return xrex.make_context_handle(
         mesh,
         axes,
         data_axis=axes,
         tokens_per_batch=tokens_per_batch,
-        emb_width=config.width,
+        emb_width=config.emb_width,
         # No batch has more distinct ids than tokens, or than the table has rows.
         num_unique=config.num_unique or min(tokens_per_batch, data.vocab),
         num_devices_per_node=jax.local_device_count(),
@@ -194,7 +148,7 @@ def make_handle(data: ClickData, config: TrainConfig) -> xrex.AsyncEmbContextHan
 
 
 def feature_penalties(data: ClickData, config: TrainConfig) -> tuple[float, ...]:
-    """One penalty a feature; the first two features are user and item."""
+    """One penalty per feature; the first two features are user and item."""
     traits = (config.trait_penalty,) * (len(data.features) - 2)
     return (config.user_penalty, config.item_penalty, *traits)
 
@@ -215,29 +169,28 @@ def train(
     trainer: Trainer, data: ClickData, config: TrainConfig, report: Callable[[StepReport], None]
 ) -> TrainedModel:
     """Trains on all steps; takes the trainer's state over. Reports after each step, in order."""
-    pipeline, final_state, model = trainer
+    final_state = trainer.state
     batches = (
         xrex.Batch(inputs.token_ids.ravel(), inputs)
         for inputs in training_batches(
             data,
-            batch=config.batch,
+            batch_size=config.batch_size,
             steps=config.steps,
             seed=config.seed,
             hide_users=config.hide_users,
             penalties=feature_penalties(data, config),
         )
     )
-    handle = pipeline.config.handle
-    reports = _Reports(report, handle.tokens_per_batch)
+    reports = _Reports(report, trainer.handle.tokens_per_batch)
     previous = None
-    for state, metrics in pipeline.run(trainer.state, batches):
+    for state, metrics in trainer.pipeline.run(trainer.state, batches):
         final_state = state
         # Waiting for the step before keeps one step in flight, and no more.
         if previous is not None:
             reports.add(previous)
         previous = metrics
     reports.add(previous)
-    return TrainedModel(handle, model, final_state.dense_params, final_state.table)
+    return TrainedModel(trainer.handle, trainer.model, final_state.dense_params, final_state.table)
 
 
 class _Reports:

@@ -13,22 +13,15 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tools.clicks import (
-    PADDING,
-    ClickData,
-    Column,
-    DataError,
-    column_of,
-    make_click_data,
-    parse_number,
-    read_table,
-)
+from tools.common.command import UserError, wrong_value
+from tools.recommender.clicks import PADDING, ClickData, Column, column_of, make_click_data
+from tools.recommender.text_table import TAB_SEPARATED, TextTable, read_text_table, shown
 
 _STAGING = ".partial-"
 _STALE_SECONDS = 3600
@@ -63,25 +56,33 @@ ML_100K = Source(
 
 def default_cache() -> Path:
     """The folder for downloads: below XDG_CACHE_HOME, or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "xrex" / "ml-100k"
 
 
-def load_movielens(cache: Path) -> ClickData:
+def load_movielens(cache: Path | None, click_rating: float | None = None) -> ClickData:
     """Fetches the data set unless the cache has it, and reads it.
 
+    Args:
+      cache: folder for downloads; None for `default_cache`.
+      click_rating: the least rating that is a click; None for `default_click_rating`.
+
     Raises:
-      DataError: it could not be downloaded, or is not what it should be.
+      UserError: it could not be downloaded, or is not what it should be.
     """
-    fetch(cache)
-    return read_movielens(cache)
+    try:
+        folder = default_cache() if cache is None else cache
+        fetch(folder)
+    except OSError as error:
+        raise wrong_value("cache", folder, f"cannot be used: {error.strerror}") from error
+    return read_movielens(folder, click_rating)
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
     """Downloads one wheel with pip, and nothing that it depends on.
 
     Raises:
-      DataError: pip failed; its own words are in the message.
+      UserError: pip failed; its own words are in the message.
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     command += ["download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -93,7 +94,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
         problem = f"no answer within {_PIP_SECONDS} seconds"
     wheels = list(folder.glob("*.whl"))
     if problem or len(wheels) != 1:
-        raise DataError(f"pip could not download {requirement}: {problem or 'no wheel came'}")
+        raise UserError(f"pip could not download {requirement}: {problem or 'no wheel came'}")
     return wheels[0]
 
 
@@ -108,7 +109,7 @@ def fetch(
     under its name only when it is complete, so that an interrupted run leaves nothing half-written.
 
     Raises:
-      DataError: the download failed, or brought something else; the cache is as it was.
+      UserError: the download failed, or brought something else; the cache is as it was.
     """
     if all(_sum_of(cache / name) == expected for name, expected in source.sums.items()):
         return
@@ -119,9 +120,9 @@ def fetch(
         try:
             wheel = download(source.requirement, Path(staging))
             _extract(wheel, source, Path(staging))
-        except DataError as error:
+        except UserError as error:
             names = ", ".join(source.sums)
-            raise DataError(
+            raise UserError(
                 f"{error}\nNothing of it was kept. Check the network (pip's settings for a proxy "
                 f"or an index apply) and run this again; or put {names} of {source.requirement} "
                 f"into {cache} by hand; or use --data synthetic, which needs no network."
@@ -151,82 +152,95 @@ def _extract(wheel: Path, source: Source, folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             contents = {name: archive.read(f"{source.folder}/{name}") for name in source.sums}
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-        raise DataError(
+        raise UserError(
             f"{wheel.name} is damaged or not the wheel it should be: {error}"
         ) from error
     for name, expected in source.sums.items():
         actual = hashlib.sha256(contents[name]).hexdigest()
         if actual != expected:
-            raise DataError(
+            raise UserError(
                 f"{wheel.name}: {source.folder}/{name} has SHA-256 {actual}, and not {expected}"
             )
         (folder / name).write_bytes(contents[name])
 
 
-def read_movielens(folder: Path) -> ClickData:
+def read_movielens(folder: Path, click_rating: float | None = None) -> ClickData:
     """Reads the three files of ML-100K, tab-separated with a header each.
 
-    Features: user, movie, genre (several a movie), age (in steps of five years), gender and
+    Features: user, movie, genre (several per movie), age (in steps of five years), gender and
     occupation.
 
+    Args:
+      folder: of the files.
+      click_rating: the least rating that is a click; None for `default_click_rating`.
+
     Raises:
-      DataError: a malformed row, or a rating of a user or movie that is in no list.
+      UserError: a malformed row, or a rating of a user or movie that is in no list.
     """
     remedy = f"delete {folder} and run this again: it will be downloaded anew"
     movies, genres = _read_movies(folder / "ml-100k.item", remedy)
     users, traits = _read_users(folder / "ml-100k.user", remedy)
-    path = folder / "ml-100k.inter"
     names = ("user_id:token", "item_id:token", "rating:float", "timestamp:float")
-    rows, ratings, timestamps = [], [], []
-    for line, (user, movie, rating, timestamp) in _read(path, names, remedy):
-        if user not in users or movie not in movies:
-            raise DataError(f"{path}:{line}: unknown user {user!r} or movie {movie!r}; {remedy}")
-        rows.append((users[user], movies[movie]))
-        ratings.append(parse_number(rating, path, line, "rating", remedy))
-        timestamps.append(parse_number(timestamp, path, line, "timestamp", remedy))
-    user_of, movie_of = np.asarray(rows, np.int64).reshape(-1, 2).T
+    ratings = read_text_table(folder / "ml-100k.inter", names, TAB_SEPARATED, remedy)
+    user_of = _numbers_of(ratings, "user_id:token", users)
+    movie_of = _numbers_of(ratings, "item_id:token", movies)
     columns = [
         Column("user", user_of[:, None], len(users)),
         Column("movie", movie_of[:, None], len(movies)),
         Column("genre", genres.values[movie_of], genres.size),
         *(Column(trait.name, trait.values[user_of], trait.size) for trait in traits),
     ]
-    return make_click_data("ml-100k", columns, np.asarray(ratings), np.asarray(timestamps))
+    return make_click_data(
+        "ml-100k",
+        columns,
+        ratings.numbers("rating:float"),
+        ratings.numbers("timestamp:float"),
+        click_rating,
+    )
 
 
-def _read(path: Path, names: tuple[str, ...], remedy: str) -> Iterator[tuple[int, list[str]]]:
-    return read_table(path, names, delimiter="\t", quoted=False, remedy=remedy)
+def _numbers_of(table: TextTable, name: str, number_of: Mapping[str, int]) -> np.ndarray:
+    """The numbers of a column's ids, (rows,)."""
+    texts = table.texts(name)
+    numbers = np.asarray([number_of.get(text, -1) for text in texts.values])[texts.codes]
+    if np.any(numbers < 0):
+        row = int(np.argmax(numbers < 0))
+        raise table.error(row, f"unknown {name} {shown(texts.values[texts.codes[row]])}")
+    return numbers
+
+
+def _number_rows(table: TextTable, name: str) -> dict[str, int]:
+    """Each id's row."""
+    number_of: dict[str, int] = {}
+    texts = table.texts(name)
+    for row, code in enumerate(texts.codes):
+        if number_of.setdefault(texts.values[code], row) != row:
+            raise table.error(row, f"{name} {shown(texts.values[code])} for the second time")
+    return number_of
 
 
 def _read_movies(path: Path, remedy: str) -> tuple[dict[str, int], Column]:
     """Each movie's number, and the genres of each number."""
-    number_of: dict[str, int] = {}
-    genres: list[list[str]] = []
-    for _, (movie, classes) in _read(path, ("item_id:token", "class:token_seq"), remedy):
-        number_of[movie] = len(genres)
-        genres.append(classes.split())
-    genre_of = {genre: i for i, genre in enumerate(sorted({g for row in genres for g in row}))}
-    slots = max((len(row) for row in genres), default=0)
-    values = np.full((len(genres), slots), PADDING)
-    for row, names in zip(values, genres, strict=True):
+    table = read_text_table(path, ("item_id:token", "class:token_seq"), TAB_SEPARATED, remedy)
+    classes = table.texts("class:token_seq")
+    genres_of = [text.split() for text in classes.values]
+    genre_of = {genre: i for i, genre in enumerate(sorted({g for row in genres_of for g in row}))}
+    slots = max(len(row) for row in genres_of)
+    values = np.full((len(genres_of), slots), PADDING)
+    for row, names in zip(values, genres_of, strict=True):
         row[: len(names)] = [genre_of[name] for name in names]
-    return number_of, Column("genre", values, len(genre_of))
+    return _number_rows(table, "item_id:token"), Column(
+        "genre", values[classes.codes], len(genre_of)
+    )
 
 
 def _read_users(path: Path, remedy: str) -> tuple[dict[str, int], list[Column]]:
     """Each user's number, and the age, gender and occupation of each number."""
     names = ("user_id:token", "age:token", "gender:token", "occupation:token")
-    number_of: dict[str, int] = {}
-    ages: list[str] = []
-    genders: list[str] = []
-    occupations: list[str] = []
-    for line, (user, age, gender, occupation) in _read(path, names, remedy):
-        number_of[user] = len(ages)
-        ages.append(f"{parse_number(age, path, line, 'age', remedy) // 5:03.0f}")
-        genders.append(gender)
-        occupations.append(occupation)
-    return number_of, [
-        column_of("age", ages),
-        column_of("gender", genders),
-        column_of("occupation", occupations),
+    table = read_text_table(path, names, TAB_SEPARATED, remedy)
+    lustrums, ages = np.unique(table.numbers("age:token") // 5, return_inverse=True)
+    return _number_rows(table, "user_id:token"), [
+        Column("age", ages.reshape(-1, 1), len(lustrums)),
+        column_of("gender", table.texts("gender:token")),
+        column_of("occupation", table.texts("occupation:token")),
     ]

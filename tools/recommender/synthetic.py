@@ -1,43 +1,9 @@
 """A seeded click stream of any size: Zipf-distributed users and items with planted preferences."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from tools.clicks import ClickData, Feature, check_labels, split_at
-
-
-@dataclass(frozen=True)
-class SyntheticConfig:
-    """How large a stream, and how it is drawn.
-
-    Attributes:
-      examples: clicks and non-clicks in all.
-      users: distinct users.
-      items: distinct items.
-      categories: distinct categories; an item belongs to one.
-      zipf: exponent of the popularity of users and items; 0 makes all alike.
-      taste_width: dimension of the planted taste vectors.
-      seed: of everything drawn.
-    """
-
-    examples: int = 100_000
-    users: int = 4_000
-    items: int = 4_000
-    categories: int = 32
-    zipf: float = 1.2
-    taste_width: int = 4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for sizes that make no stream."""
-        for name in ("users", "items", "categories", "taste_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"synthetic {name}={getattr(self, name)} must be positive")
-        if self.examples < 2:
-            raise ValueError(f"synthetic examples={self.examples} must be at least 2")
-        if not 0 <= self.zipf < 10:
-            raise ValueError(f"synthetic zipf={self.zipf} must be from 0 to below 10")
+from tools.recommender.clicks import ClickData, Feature, split_at
+from tools.recommender.config import SyntheticConfig
 
 
 def synthetic_clicks(config: SyntheticConfig) -> ClickData:
@@ -70,7 +36,7 @@ def synthetic_clicks(config: SyntheticConfig) -> ClickData:
         offset += size
     values = np.stack([users, items, category_of[items]], axis=1)
     offsets = np.asarray([feature.offset for feature in features])
-    data = ClickData(
+    return ClickData(
         name="synthetic",
         features=tuple(features),
         token_ids=(values + offsets).astype(np.int32),
@@ -78,8 +44,6 @@ def synthetic_clicks(config: SyntheticConfig) -> ClickData:
         label_level=0,
         train_size=split_at(config.examples),
     )
-    check_labels(data)
-    return data
 
 
 def zipf_ids(rng: np.random.Generator, draws: int, size: int, exponent: float) -> np.ndarray:

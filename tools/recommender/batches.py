@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tools.click_model import ClickInputs
-from tools.clicks import PADDING, ClickData
+from tools.recommender.click_model import ClickInputs
+from tools.recommender.clicks import PADDING, ClickData
 
 
 def training_batches(
     data: ClickData,
     *,
-    batch: int,
+    batch_size: int,
     steps: int,
     seed: int,
     hide_users: float,
@@ -23,7 +23,7 @@ def training_batches(
 
     Args:
       data: of which the training part is used.
-      batch: examples a batch; at most the training part's.
+      batch_size: examples per batch; at most those of the training part.
       steps: how many batches.
       seed: of order and hiding.
       hide_users: share of the examples whose user becomes PADDING, so that the model learns to do
@@ -34,13 +34,13 @@ def training_batches(
     rng = np.random.default_rng(seed)
     order, position = np.zeros(0, np.int64), 0
     for step in range(steps):
-        if position + batch > len(order):
+        if position + batch_size > len(order):
             order, position = rng.permutation(data.train_size), 0
-        chosen = order[position : position + batch]
-        position += batch
+        chosen = order[position : position + batch_size]
+        position += batch_size
         token_ids = data.token_ids[chosen]
         user_slots = data.features[0].slots
-        hidden = rng.random(batch) < hide_users
+        hidden = rng.random(batch_size) < hide_users
         token_ids[hidden, :user_slots] = PADDING
         yield ClickInputs(
             token_ids, data.grades[chosen], weights[token_ids], np.asarray(step, np.int32)
@@ -55,7 +55,7 @@ def row_penalties(data: ClickData, penalties: Sequence[float]) -> np.ndarray:
 
     Args:
       data: of which the training part is counted.
-      penalties: one a feature.
+      penalties: one per feature.
     """
     tokens = data.token_ids[: data.train_size]
     counts = np.bincount(tokens[tokens != PADDING], minlength=data.vocab)
@@ -66,9 +66,9 @@ def row_penalties(data: ClickData, penalties: Sequence[float]) -> np.ndarray:
     return weights
 
 
-def padded_parts(token_ids: np.ndarray, batch: int) -> Iterator[np.ndarray]:
-    """Cuts (examples, slots) into (batch, slots); PADDING fills the last one up."""
-    for start in range(0, len(token_ids), batch):
-        part = token_ids[start : start + batch]
-        missing = ((0, batch - len(part)), (0, 0))
+def padded_parts(token_ids: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
+    """Cuts (examples, slots) into (batch_size, slots); PADDING fills the last one up."""
+    for start in range(0, len(token_ids), batch_size):
+        part = token_ids[start : start + batch_size]
+        missing = ((0, batch_size - len(part)), (0, 0))
         yield np.pad(part, missing, constant_values=PADDING)

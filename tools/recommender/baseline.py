@@ -1,44 +1,19 @@
-"""The area under the ROC curve, and the baseline that a model has to beat."""
+"""The baseline that a model has to beat: logistic regression on a user's and an item's bias."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize  # type: ignore[import-untyped]
 from scipy.special import expit  # type: ignore[import-untyped]
-from scipy.stats import rankdata  # type: ignore[import-untyped]
 
-from tools.clicks import PADDING, ClickData
+from tools.recommender.clicks import PADDING, ClickData
+from tools.recommender.metrics import auc
 
 USER_PENALTIES = (1.0, 3.0, 10.0, 30.0)
 ITEM_PENALTIES = (0.3, 1.0, 3.0)
-VALIDATION_FOLDS = 3
-
-
-def auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """The chance that a random click outscores a random non-click; a tie counts one half. Exact.
-
-    For example, labels [0, 1, 1] and scores [.2, .2, .7] give 0.75.
-
-    Args:
-      labels: (examples,) 1 or 0.
-      scores: (examples,) finite numbers; only their order matters.
-
-    Raises:
-      ValueError: shapes that differ, a score that is not finite, or labels of one kind only.
-    """
-    labels, scores = np.asarray(labels) > 0.5, np.asarray(scores)
-    if labels.shape != scores.shape or labels.ndim != 1:
-        raise ValueError(f"labels {labels.shape} and scores {scores.shape} must be (examples,)")
-    if not np.all(np.isfinite(scores)):
-        raise ValueError(f"{np.sum(~np.isfinite(scores))} of {len(scores)} scores are not finite")
-    positives = int(labels.sum())
-    negatives = len(labels) - positives
-    if not positives or not negatives:
-        raise ValueError(f"the AUC needs labels of both kinds: {positives} ones of {len(labels)}")
-    # Mann and Whitney's U, from ranks that ties share.
-    rank_sum = rankdata(scores)[labels].sum()
-    return float((rank_sum - positives * (positives + 1) / 2) / (positives * negatives))
+MIDDLE_PENALTIES = (10.0, 1.0)
 
 
 class BiasModel(NamedTuple):
@@ -46,7 +21,7 @@ class BiasModel(NamedTuple):
 
     Attributes:
       intercept: the log-odds where both are unknown.
-      biases: one a token of the shared vocabulary, and a zero behind them for PADDING.
+      biases: one per token of the shared vocabulary, and a zero behind them for PADDING.
         # shape=(vocab + 1,), dtype=np.float64
     """
 
@@ -59,7 +34,7 @@ class BiasModel(NamedTuple):
 
 
 def fit_biases(data: ClickData, user_penalty: float, item_penalty: float) -> BiasModel:
-    """Logistic regression on the training part, with a ridge penalty a side.
+    """Logistic regression on the training part, with a ridge penalty per side.
 
     Minimises the sum of the log losses plus half the penalised squares: the most likely biases
     when they are normal with variance 1 / penalty.
@@ -93,31 +68,25 @@ def fit_biases(data: ClickData, user_penalty: float, item_penalty: float) -> Bia
     return BiasModel(float(x[0]), biases)
 
 
-def fit_baseline(data: ClickData) -> BiasModel:
+def fit_baseline(data: ClickData, folds: Sequence[ClickData]) -> BiasModel:
     """The best bias model that the training part alone can find.
 
-    Its penalties are those of the highest mean AUC over `validation_folds`; the fit with them is on
-    the whole training part.
+    Its penalties are those of the highest mean AUC over the folds; the fit with them is on the
+    whole training part.
+
+    Args:
+      data: of which the training part is used.
+      folds: of the training part, such as `usable_folds`; the penalties in the middle are taken
+        where there is none.
     """
-    folds = validation_folds(data)
-    penalties = max(
-        itertools.product(USER_PENALTIES, ITEM_PENALTIES),
-        key=lambda pair: np.mean([bias_auc(fold, *pair) for fold in folds]),
-    )
+    if folds:
+        penalties = max(
+            itertools.product(USER_PENALTIES, ITEM_PENALTIES),
+            key=lambda pair: np.mean([bias_auc(fold, *pair) for fold in folds]),
+        )
+    else:
+        penalties = MIDDLE_PENALTIES
     return fit_biases(data, *penalties)
-
-
-def validation_folds(data: ClickData) -> list[ClickData]:
-    """Rolling splits of the training part, the latest first.
-
-    The first fold's test part is the training part's last tenth; the next fold ends where it
-    begins, and so on.
-    """
-    folds, end = [], data.train_size
-    for _ in range(VALIDATION_FOLDS):
-        folds.append(data.before(end))
-        end = folds[-1].train_size
-    return folds
 
 
 def bias_auc(data: ClickData, user_penalty: float, item_penalty: float) -> float:

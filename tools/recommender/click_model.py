@@ -4,9 +4,9 @@ Only user and item have a bias. All else speaks through dot products: with a few
 bias for each of their traits would learn whom the training part happens to hold.
 
 A factorization machine (Rendle, 2010) whose dot products also feed an MLP, as in DLRM (Naumov et
-al., 2019). Graded examples are trained at every level at once: one score, and one threshold a level
-(the all-threshold loss of Rennie and Srebro, 2005), which tells more of an example than whether it
-was a click.
+al., 2019). Graded examples are trained at every level at once: one score, and one threshold per
+level (the all-threshold loss of Rennie and Srebro, 2005), which tells more of an example than
+whether it was a click.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tools.clicks import PADDING, ClickData
+from tools.recommender.clicks import PADDING, ClickData
 
 BIASED = 2
 """How many features have a bias: the first ones, user and item."""

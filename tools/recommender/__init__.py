@@ -1,0 +1,1 @@
+"""What tools/train.py is made of: data, the click model, its training, and the report."""
