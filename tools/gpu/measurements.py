@@ -141,7 +141,10 @@ def measure_segment_sum(case: Case, kernels: Sequence[str]) -> tuple[int, dict[s
     count = len(case.unique)
 
     def kernel(_: Any, fixed: Any) -> Any:
-        return api.segment_sum(*fixed, count, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+        rows, segments = fixed
+        return api.segment_sum(
+            rows, segments, count, dtype=jnp.bfloat16, implementation="mosaic_gpu"
+        )
 
     def scatter_add(carry: Any, fixed: Any) -> Any:
         rows, segments = fixed
