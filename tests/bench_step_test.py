@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tools.recommender.synthetic import zipf_ids
+from tools.common.zipf import zipf_ids
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -24,11 +24,13 @@ from jax.sharding import PartitionSpec as P
 import xrex
 from tools.common.command import Command, wrong_value
 from tools.common.devices import MOST_DEVICES, check_memory, choose_devices
+from tools.common.zipf import zipf_ids
 from tools.layouts.layout_flags import LayoutFlags
-from tools.recommender.synthetic import zipf_ids
 
 # Ids are int32.
 MOST_ROWS = 2**31 - 1
+# What drawing ids takes per row: odds, their sum, and a permutation.
+ODDS_BYTES = 32
 
 COMMAND = Command("bench_step", __doc__)
 _DEVICES = COMMAND.integer(
@@ -82,7 +84,7 @@ def settings() -> Settings:
     # Plain JAX's table and accumulator, and three tables of xrex's.
     row = layout.emb_width * jnp.dtype(_DTYPE.value).itemsize
     check_memory(
-        row * (4 * _VOCAB.value + larger),
+        row * (4 * _VOCAB.value + larger) + ODDS_BYTES * larger,
         f"tables with --vocab={_VOCAB.value} --factor={_FACTOR.value} "
         f"--emb_width={layout.emb_width}",
     )

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tools.common.zipf import zipf_ids
 from tools.recommender.clicks import ClickData, Feature, split_at
 from tools.recommender.config import SyntheticConfig
 
@@ -44,11 +45,3 @@ def synthetic_clicks(config: SyntheticConfig) -> ClickData:
         label_level=0,
         train_size=split_at(config.examples),
     )
-
-
-def zipf_ids(rng: np.random.Generator, draws: int, size: int, exponent: float) -> np.ndarray:
-    """Draws numbers below `size`, the k-th most frequent with odds of k**-exponent."""
-    cumulative = np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
-    ranks = np.searchsorted(cumulative, rng.random(draws) * cumulative[-1], side="right")
-    # So that a frequent id says nothing of its number.
-    return rng.permutation(size)[np.minimum(ranks, size - 1)]
