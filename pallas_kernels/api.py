@@ -133,7 +133,8 @@ def segment_sum(
 
     Returns:
       sums: (num_segments, width) float32, rounded to `dtype`; zeros for an empty segment.
-      square_sums: (num_segments,) float32, the sums' squares added over the width.
+      square_sums: (num_segments,) float32, the sums' squares added over the width; -1 where all of
+        them underflow to zero, though some sum is not zero.
     """
     if implementation == "mosaic_gpu":
         from pallas_kernels import segment_sum_mgpu

@@ -48,7 +48,9 @@ def segment_sum(
         default=lambda v, s: _segment_sum_by_scan(v, s, num_segments),
     )
     sums = round_to(dtype, sums)
-    return sums, jnp.sum(sums * sums, axis=1)
+    square_sums = jnp.sum(sums * sums, axis=1)
+    has_sum = jnp.any(sums != 0, axis=1)
+    return sums, jnp.where((square_sums == 0) & has_sum, -1.0, square_sums)
 
 
 def update_rows(

@@ -89,7 +89,8 @@ def segment_sum(
 
     Returns:
       sums: (num_segments, width) float32, rounded to `dtype`; zeros for an empty segment.
-      square_sums: (num_segments,) float32, the squares of the rounded sums added over the width.
+      square_sums: (num_segments,) float32, the squares of the rounded sums added over the width; -1
+        where all of them underflow to zero, though some sum is not zero.
 
     Bytes moved by the kernels: n * (row bytes + 8) read and num_segments * width * 4 written, and
     2 / `tuning.rows` of each again a level; beside them a sort of n keys and the zeroing of the
@@ -134,7 +135,13 @@ def segment_sum(
             interpret=interpret,
         )
         items = _next_level(partials, items.segments, num_segments, tuning.rows)
-    return sums, jnp.sum(square_sums, axis=1)
+    return sums, _over_splits(square_sums)
+
+
+def _over_splits(square_sums: jax.Array) -> jax.Array:
+    """Adds up what each split of the columns left: (num_segments, splits) -> (num_segments,)."""
+    total = jnp.sum(jnp.maximum(square_sums, 0.0), axis=1)
+    return jnp.where((total == 0) & jnp.any(square_sums != 0, axis=1), -1.0, total)
 
 
 def _sorted_tokens(values: jax.Array, segment_ids: jax.Array, num_segments: int) -> _Items:
@@ -320,7 +327,10 @@ def _round_and_square(
     dtype: jax.typing.DTypeLike,
     interpret: compat.Interpreter,
 ) -> None:
-    """Rounds every row, and adds up its squares: tile by tile, in each column left to right."""
+    """Rounds every row, and adds up its squares: tile by tile, in each column left to right.
+
+    Squares that all underflow to zero, though a value is not zero, are told of by -1.
+    """
     rows, width = running_smem.shape
     tile = row_blocks.tile(width)
 
@@ -328,14 +338,20 @@ def _round_and_square(
     def _(down: jax.Array) -> None:
         these_rows = pl.ds(down * tile.rows, tile.rows)
 
-        def add_tile(across: jax.Array, squares: jax.Array) -> jax.Array:
+        def add_tile(
+            across: jax.Array, sums: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            squares, others = sums
             index = (these_rows, pl.ds(across * tile.columns, tile.columns))
             rounded = round_to(dtype, compat.load(running_smem.at[index], tile.layout, interpret))
             compat.store(rounded_smem.at[index], rounded, interpret)
-            return squares + rounded * rounded
+            is_zero = rounded == 0
+            return squares + rounded * rounded, others + jnp.where(is_zero, 0.0, 1.0)
 
         zeros = compat.layout_cast(
             jnp.zeros((tile.rows, tile.columns), jnp.float32), tile.layout, interpret
         )
-        squares = jax.lax.fori_loop(0, width // tile.columns, add_tile, zeros)
-        compat.store(squares_smem.at[these_rows], jnp.sum(squares, axis=1), interpret)
+        squares, others = jax.lax.fori_loop(0, width // tile.columns, add_tile, (zeros, zeros))
+        total, count = jnp.sum(squares, axis=1), jnp.sum(others, axis=1)
+        told = jnp.where(total == 0, jnp.where(count == 0, total, total - 1.0), total)
+        compat.store(squares_smem.at[these_rows], told, interpret)

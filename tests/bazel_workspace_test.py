@@ -145,7 +145,7 @@ def test_the_profile_reaches_tests(bazel: Bazel) -> None:
 
 @pytest.mark.parametrize(
     ("dependency", "refusal"),
-    [("//xrex:layout", "is not visible from"), ("//:xrex", "cycle in dependency graph")],
+    [("//xrex/layout", "is not visible from"), ("//:xrex", "cycle in dependency graph")],
 )
 def test_kernels_that_depend_on_xrex_are_refused(
     dependency: str, refusal: str, bazel: Bazel

@@ -165,13 +165,13 @@ def apply_update(
     in_table = (unique >= 0) & (unique < vocab)
     segments = exchange.gather_tokens(handle, update.segment_ids)
     gradients, square_sums = _sum_gradients(handle, update.grads, segments, table.dtype)
+    has_gradient = square_sums != 0
     # Masked before the exchange: what has no row must count neither in the norm nor as an overflow.
-    square_sums = jnp.where(in_table, square_sums, jnp.zeros((), jnp.float32))
-    square_sums = exchange.sum_over_ranks(handle, square_sums)
+    square_sums = jnp.where(in_table, jnp.maximum(square_sums, 0.0), jnp.zeros((), jnp.float32))
+    # Whether a row is touched is told apart: square sums of small gradients underflow to zero.
+    square_sums, has_gradient = exchange.sum_and_any_over_ranks(handle, square_sums, has_gradient)
     norm = jnp.sqrt(jnp.sum(square_sums))
     valid = jnp.isfinite(norm) & is_finite(rule) & jnp.asarray(update.pending)
-    # Not by the square sums: those of small gradients underflow to zero.
-    has_gradient = exchange.any_over_ranks(handle, jnp.any(gradients != 0, axis=1))
     touched = in_table & has_gradient & valid
     rows = TouchedRows(jnp.where(touched, unique, vocab), gradients, square_sums, valid)
     table, state = rule.apply(
@@ -189,7 +189,10 @@ def _sum_gradients(
     segments: jax.Array,
     dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """This rank's columns of each segment's sum, and their square sums: (U, w), (U,)."""
+    """This rank's columns of each segment's sum, and their square sums: (U, w), (U,).
+
+    As `kernels.segment_sum` has them: a square sum of -1 is one that underflows.
+    """
     blocks = exchange.rows_to_blocks(grads, handle.group_size)
     received = exchange.exchange_blocks(handle, blocks)
     return kernels.segment_sum(

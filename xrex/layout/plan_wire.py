@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xrex.exchange import flags_per_float
 from xrex.layout.handle import AsyncEmbContextHandle
 
 
@@ -67,8 +68,10 @@ def plan_wire(
     peers = handle.group_size - 1
     ids = 4 * handle.tokens_per_rank
     rows = handle.tokens_per_rank * handle.shard_width * itemsize
-    statistics = 4 * handle.num_unique
-    # An all-reduce scatters the sums and gathers them again, a part a rank each time.
+    # A square sum for each row, and packed flags of the rows that are touched.
+    flags = -(-handle.num_unique // flags_per_float(handle.group_size))
+    statistics = 4 * (handle.num_unique + flags)
+    # An all-reduce scatters the sums and gathers them again, a part per rank each time.
     part = -(-statistics // handle.group_size)
     all_reduced = 2 * peers * statistics // handle.group_size
     return tuple(
