@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels import api as kernels
 from xrex import exchange, placement
+from xrex.gate import gated
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.tokens import (
     check_shape,
@@ -52,6 +53,12 @@ def lookup_start(
       token_ids: (tokens_per_batch,) int32, or a host array of any integer type whose values fit.
       table: (vocab, emb_width) bfloat16 or float32, sharded `P(None, table_axis)`. Not donated.
       gate: an array that must be computed before the exchange may be issued; its value is unused.
+        With it, a lookup waits for another one that is in flight:
+
+          first = lookup_start(handle, token_ids, table)
+          second = lookup_start(handle, more_ids, table, gate=first.blocks)
+
+        An update of the table that is gated by `second.blocks` then waits for both.
 
     Raises:
       ValueError: a wrong shape, an id that does not fit in int32 or, with out_of_range="raise",
@@ -99,7 +106,7 @@ def lookup_start_per_shard(
     check_table_shard(handle, table)
     all_ids = gather_token_ids_per_shard(handle, token_ids, table.shape[0])
     rows = gather_for_exchange(handle, all_ids, table)
-    return LookupPin(exchange.exchange_blocks(handle, gated(rows, gate)))
+    return LookupPin(exchange.exchange_blocks(handle, gated(handle, rows, gate)))
 
 
 def lookup_done_per_shard(handle: AsyncEmbContextHandle, pin: LookupPin) -> jax.Array:
@@ -136,14 +143,6 @@ def exchange_rows(handle: AsyncEmbContextHandle, rows: jax.Array) -> LookupPin:
     )
     with jax.named_scope("xrex.exchange_rows"):
         return LookupPin(exchanged(rows))
-
-
-def gated(x: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """The same array, not available before the gate is."""
-    if gate is None:
-        return x
-    x, _ = jax.lax.optimization_barrier((x, gate))
-    return x
 
 
 def check_table(handle: AsyncEmbContextHandle, table: jax.Array | np.ndarray) -> None:
@@ -194,7 +193,7 @@ def _lookup_start(
     )
     with jax.named_scope("xrex.lookup_start"):
         rows = gather(*placement.place(handle, (ids, table), specs))
-        return exchange_rows(handle, gated(rows, gate))
+        return exchange_rows(handle, gated(handle, rows, gate))
 
 
 @jax.jit(static_argnums=0)

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import api as kernels
 from xrex import exchange, placement
+from xrex.gate import gated
 from xrex.layout.handle import AsyncEmbContextHandle
-from xrex.lookup import TABLE_DTYPES, check_table, check_table_shard, gated
+from xrex.lookup import TABLE_DTYPES, check_table, check_table_shard
 from xrex.rules.base import TouchedRows, UpdateRule, check_state
 from xrex.tokens import as_int32, check_shape
 
@@ -91,6 +92,17 @@ def update_start(
         when called eagerly, so that the old table stays usable.
       state: the rule's state, `rule.init(vocab)` at first; donated likewise.
       gate: an array that must be computed before the exchange may be issued; its value is unused.
+        With it, an update waits for a lookup of the old table that is still in flight; without it,
+        XLA may copy the table, so that neither has to wait:
+
+          pin = lookup_start(handle, token_ids, table)
+          table, state, update_pin = update_start(
+              handle, rule, update, table, state, gate=pin.blocks
+          )
+          rows = lookup_done(handle, pin)  # Of the table as it was.
+
+        After a loop of lookups, the gate is what the loop returns. None is needed where the
+        gradients are computed from the rows.
 
     Returns:
       The new table, the new state, and the pin for `update_done`.
@@ -110,6 +122,10 @@ def update_start(
 
 def update_done(handle: AsyncEmbContextHandle, pin: UpdatePin) -> UpdateResult:
     """The result of an update. Global arrays, or inside `shard_map`.
+
+      table, state, pin = update_start(handle, rule, update, table, state)
+      result = update_done(handle, pin)
+      skipped = ~result.valid
 
     Args:
       handle: the layout with which the update was started.
@@ -145,7 +161,7 @@ def update_start_per_shard(
     check_table_shard(handle, table)
     update = _checked_update(handle, update, handle.tokens_per_rank)
     check_state(rule, state, table.shape[0], handle.shard_width)
-    update = update._replace(grads=gated(update.grads, gate))
+    update = update._replace(grads=gated(handle, update.grads, gate))
     return apply_update(handle, rule, update, table, state)
 
 
@@ -225,7 +241,7 @@ def _update_start(
         (*specs[1:], placement.REPLICATED),
     )
     with jax.named_scope("xrex.update_start"):
-        update = update._replace(grads=gated(update.grads, gate))
+        update = update._replace(grads=gated(handle, update.grads, gate))
         return apply(rule, *placement.place(handle, (update, table, state), specs))
 
 
