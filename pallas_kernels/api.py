@@ -12,13 +12,15 @@ from typing import Literal, NamedTuple, get_args
 import jax
 
 from pallas_kernels import reference
-from pallas_kernels.reference import RowFunction, round_to
+from pallas_kernels.reference import RowFunction, as_bits, from_bits, round_to
 
 __all__ = [
     "Choice",
     "Implementation",
     "RowFunction",
+    "as_bits",
     "choose",
+    "from_bits",
     "gather_rows",
     "round_to",
     "segment_sum",

@@ -28,9 +28,14 @@ def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows of the table; zeros for an id outside of it. See `api.gather_rows`."""
     # Out-of-range ids are pointed behind the table first: `mode="fill"` alone would wrap -1.
     vocab = table.shape[0]
-    inside = (ids >= 0) & (ids < vocab)
-    rows = as_bits(table).at[jnp.where(inside, ids, vocab)].get(mode="fill", fill_value=0)
-    return from_bits(rows, table.dtype)
+    rows = jnp.where((ids >= 0) & (ids < vocab), ids, vocab)
+
+    def gather(table: jax.Array, rows: jax.Array) -> jax.Array:
+        return table.at[rows].get(mode="fill", fill_value=0)
+
+    return jax.lax.platform_dependent(
+        table, rows, cpu=_gather_rows_by_bits if _widens(table) else gather, default=gather
+    )
 
 
 def segment_sum(
@@ -78,24 +83,51 @@ def _set_rows(table: jax.Array, targets: jax.Array, rows: jax.Array) -> jax.Arra
     def scatter(table: jax.Array, targets: jax.Array, rows: jax.Array) -> jax.Array:
         return table.at[targets].set(rows, mode="drop")
 
-    widens = table.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
     return jax.lax.platform_dependent(
-        table, targets, rows, cpu=_set_rows_by_select if widens else scatter, default=scatter
+        table,
+        targets,
+        rows,
+        cpu=_set_rows_by_select if _widens(table) else scatter,
+        default=scatter,
     )
 
 
-def _set_rows_by_select(table: jax.Array, targets: jax.Array, rows: jax.Array) -> jax.Array:
-    """Sets rows by one pass over the table.
+def _widens(table: jax.Array) -> bool:
+    """Whether XLA's CPU backend would gather from and scatter to a float32 copy of the table.
 
-    XLA's CPU backend of JAX 0.10 turns a bfloat16 scatter into two float32 copies of the table.
-    This pass costs time in proportion to the table, but holds no second one.
+    That of JAX 0.10 does so for bfloat16; it also changes the bits of a NaN.
+    """
+    return table.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
+
+
+def _gather_rows_by_bits(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Gathers rows of a bfloat16 table as uint16; a row of `vocab` reads zeros."""
+
+    def read(table: jax.Array, rows: jax.Array) -> jax.Array:
+        return as_bits(table).at[rows].get(mode="fill", fill_value=0)
+
+    def zeros(table: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.zeros((rows.shape[0], table.shape[1]), jnp.uint16)
+
+    # The branch keeps XLA from storing the bits of the whole table before a loop.
+    bits = jax.lax.cond(jnp.any(rows < table.shape[0]), read, zeros, table, rows)
+    return from_bits(bits, table.dtype)
+
+
+def _set_rows_by_select(table: jax.Array, targets: jax.Array, rows: jax.Array) -> jax.Array:
+    """Sets rows by one pass over a bfloat16 table.
+
+    XLA's CPU backend of JAX 0.10 has no operation that writes a part of a bfloat16 array in place.
+    This pass costs time in proportion to the table, and 2 bytes per row of it (4 bytes where 65,536
+    targets or more are given).
     """
     vocab, count = table.shape[0], targets.shape[0]
+    index_dtype = jnp.uint16 if count < 2**16 else jnp.uint32
 
     def write(table: jax.Array, targets: jax.Array, rows: jax.Array) -> jax.Array:
-        source = jnp.full((vocab,), count, jnp.int32)
-        source = source.at[targets].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
-        new = as_bits(rows).at[source].get(mode="clip")
+        source = jnp.full((vocab,), count, index_dtype)
+        source = source.at[targets].set(jnp.arange(count, dtype=index_dtype), mode="drop")
+        new = as_bits(rows).at[source.astype(jnp.int32)].get(mode="clip")
         return from_bits(jnp.where((source < count)[:, None], new, as_bits(table)), table.dtype)
 
     # The branch keeps XLA from fusing the reads of the old rows into the pass that writes.

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import gather_rows_mgpu, segment_sum_mgpu, update_rows_mgpu
+from tests import donating_programs
 from tests import kernel_cases as cases
 from tools.gpu import compiled_program, program_text, programs, topology
 
@@ -175,6 +176,38 @@ def test_the_embedding_part_stays_within_the_arena():
     updated, _ = compiled(lambda: jax.jit(apply, donate_argnums=(1, 2)).lower(update, table, state))
     assert updated.memory.aliased > table_bytes(step)
     assert looked_up.memory.temporary + updated.memory.temporary <= 1.1 * arena
+
+
+@pytest.mark.parametrize(
+    ("program", "gpus"),
+    [
+        (donating_programs.a_lookup_in_flight, 1),
+        (donating_programs.a_lookup_in_flight, 4),
+        (donating_programs.after_a_fori_loop, 4),
+    ],
+)
+def test_a_gated_update_works_in_place(program, gpus):
+    import xrex
+
+    vocab, width, tokens = 100_000, donating_programs.WIDTH, donating_programs.TOKENS
+    handle = xrex.make_context_handle(
+        mesh(gpus),
+        "x",
+        data_axis="x",
+        tokens_per_batch=tokens,
+        emb_width=width,
+        num_unique=tokens,
+        num_devices_per_node=8,
+    )
+    arguments = donating_programs.shapes_of(handle, "bfloat16", vocab)
+    jitted = jax.jit(
+        lambda *arguments: program(handle, donating_programs.Arguments(*arguments)),
+        donate_argnums=(2, 3),
+    )
+    report, _ = compiled(lambda: jitted.lower(*arguments))
+    shard = vocab * width * 2 // gpus
+    assert report.memory.aliased >= shard
+    assert report.memory.temporary < shard / 10
 
 
 def test_more_gpus_than_one_host():

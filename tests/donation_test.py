@@ -1,16 +1,30 @@
 """The compiled update works in place: no second table, in the sizes that XLA itself reports."""
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import xrex
 from tests import layouts
+from tests.assertions import assert_same_bits
+from tests.donating_programs import (
+    PROGRAMS,
+    RULE,
+    TOKENS,
+    WIDTH,
+    Arguments,
+    Program,
+    a_lookup_in_flight,
+    apply,
+    shapes_of,
+)
 
-VOCAB, WIDTH, TOKENS = 100_000, 64, 256
+VOCAB = 100_000
 
 
 def update(
@@ -41,7 +55,9 @@ def test_the_update_is_in_place(name: str, dtype: str) -> None:
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= shard + state_bytes
-    assert memory.temp_size_in_bytes < shard
+    # With eight ranks a row of bfloat16 has 16 bytes, and JAX 0.10 needs 2 more for each on a CPU.
+    assert memory.temp_size_in_bytes < shard / 6
+    assert not re.search(rf"\[{VOCAB}\S* copy\(", compiled.as_text())
 
     before = [(leaf, leaf.unsafe_buffer_pointer()) for leaf in _first_shards((table, state))]
     after = compiled(rule, ids, grads, table, state)[:2]
@@ -71,7 +87,80 @@ def test_a_lookup_holds_no_second_table() -> None:
         table = layouts.put_table(handle, np.zeros((VOCAB, WIDTH), dtype))
         ids = layouts.put(handle, np.arange(TOKENS, dtype=np.int32), "x")
         memory = jax.jit(lookup).lower(ids, table).compile().memory_analysis()
-        assert memory.temp_size_in_bytes < table.addressable_shards[0].data.nbytes / 4
+        assert memory.temp_size_in_bytes < table.addressable_shards[0].data.nbytes / 10
+
+
+def lowered(
+    program: Program, ranks: int, dtype: Any, vocab: int = VOCAB
+) -> tuple[xrex.AsyncEmbContextHandle, jax.stages.Lowered]:
+    """The program on so many devices."""
+    handle = layouts.line(ranks, tokens_per_batch=TOKENS, emb_width=WIDTH, num_unique=TOKENS)
+    jitted = jax.jit(
+        lambda *arguments: program(handle, Arguments(*arguments)), donate_argnums=(2, 3)
+    )
+    return handle, jitted.lower(*shapes_of(handle, dtype, vocab))
+
+
+def memory_of(program: Program, ranks: int, dtype: Any, vocab: int = VOCAB) -> Any:
+    """What XLA plans for one device. Code that is not optimized is planned alike, and sooner."""
+    _, stage = lowered(program, ranks, dtype, vocab)
+    return stage.compile({"xla_backend_optimization_level": 0}).memory_analysis()
+
+
+def shard_bytes(ranks: int, dtype: Any) -> int:
+    """One device's part of the table."""
+    return VOCAB * WIDTH * jnp.dtype(dtype).itemsize // ranks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_hold_one_table(program: Program, ranks: int, dtype: str) -> None:
+    memory, shard = memory_of(program, ranks, dtype), shard_bytes(ranks, dtype)
+    assert memory.alias_size_in_bytes >= shard
+    assert memory.temp_size_in_bytes < shard / 10
+
+
+def test_what_an_update_needs_does_not_grow_with_the_table() -> None:
+    vocabs = (VOCAB, 30 * VOCAB)
+    memories = [memory_of(a_lookup_in_flight, 4, "float32", vocab) for vocab in vocabs]
+    assert len({memory.temp_size_in_bytes for memory in memories}) == 1
+
+
+def test_a_second_table_is_seen() -> None:
+    """Without its gate, the update works on a copy."""
+
+    def no_gate(handle: xrex.AsyncEmbContextHandle, a: Arguments) -> Any:
+        pin = xrex.lookup_start(handle, a.ids, a.table)
+        return *apply(handle, a.update, a.table, a.state), xrex.lookup_done(handle, pin)
+
+    memory = memory_of(no_gate, 4, "float32")
+    assert memory.temp_size_in_bytes > shard_bytes(4, "float32")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_lookup_in_flight_reads_the_table_as_it_was(ranks: int, dtype: Any) -> None:
+    handle, stage = lowered(a_lookup_in_flight, ranks, dtype)
+    table = layouts.random_bits(1, dtype, VOCAB, WIDTH)
+    ids = np.random.default_rng(2).permutation(VOCAB)[:TOKENS].astype(np.int32)
+    grads = np.ones((TOKENS, WIDTH), dtype)
+    positions = np.arange(TOKENS, dtype=np.int32)
+    new, _, result, rows = stage.compile()(
+        layouts.put(handle, ids, "x"),
+        xrex.GradientUpdate(
+            layouts.put(handle, ids),
+            layouts.put(handle, grads, "x", None),
+            layouts.put(handle, positions, "x"),
+            layouts.put(handle, np.array(True)),
+        ),
+        layouts.put_table(handle, table),
+        layouts.put(handle, RULE.init(VOCAB)),
+    )
+    assert bool(result.valid)
+    assert_same_bits(rows, table[ids])
+    untouched = np.delete(np.arange(VOCAB), ids)
+    assert_same_bits(np.asarray(new)[untouched], table[untouched])
 
 
 def _first_shards(tree: Any) -> list[jax.Array]:

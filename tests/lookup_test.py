@@ -142,6 +142,25 @@ def test_a_gate_comes_before_the_exchange_and_changes_no_value() -> None:
     assert_same_bits(lookup(handle, ids, table, gate), oracle.lookup(table, ids))
 
 
+@pytest.mark.parametrize(
+    "gate", [np.array(True), np.zeros((0,), np.int8), np.full((48, 2), -1), np.ones(8, BFLOAT16)]
+)
+def test_a_gate_may_be_any_array(gate: np.ndarray) -> None:
+    for case in (layouts.FEW_LAYOUTS[-1], layouts.LAYOUTS[0]):
+        handle, table, ids = case.handle(), layouts.random_bits(8, BFLOAT16), layouts.random_ids(9)
+        rows = layouts.jitted(lookup, handle)(ids, table, gate)
+        assert_same_bits(rows, oracle.lookup(table, ids))
+
+
+def test_a_gate_has_no_gradient() -> None:
+    handle, ids = layouts.line(2, tokens_per_batch=4, emb_width=2, num_unique=4), np.arange(4)
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(lookup(handle, ids, jnp.ones((8, 2)), jnp.exp(x)) * x)
+
+    assert jax.grad(loss)(jnp.float32(3)) == 8
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.int64])
 def test_host_ids_of_any_integer_type(dtype: Any) -> None:
     handle = layouts.line(2, tokens_per_batch=4, emb_width=2, num_unique=4)

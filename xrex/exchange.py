@@ -5,8 +5,8 @@ rank.
 """
 
 import jax
-import jax.numpy as jnp
 
+from pallas_kernels import api as kernels
 from xrex.layout.handle import AsyncEmbContextHandle
 
 
@@ -25,10 +25,8 @@ def exchange_blocks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
     if not handle.table_axis:
         return x
     # As bits: XLA's CPU backend sends bfloat16 as float32, which does not keep the bits of a NaN.
-    narrow = x.dtype == jnp.bfloat16
-    sent = jax.lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
-    received = jax.lax.all_to_all(sent, handle.table_axis, split_axis=0, concat_axis=0)
-    return jax.lax.bitcast_convert_type(received, x.dtype) if narrow else received
+    bits = jax.lax.all_to_all(kernels.as_bits(x), handle.table_axis, split_axis=0, concat_axis=0)
+    return kernels.from_bits(bits, x.dtype)
 
 
 def sum_over_ranks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:

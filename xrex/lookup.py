@@ -11,6 +11,7 @@ import jax
 from pallas_kernels import api as kernels
 from xrex import exchange, placement
 from xrex.checks import check_shape, check_table
+from xrex.gate import gated
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.tokens import check_token_ids, gather_token_ids_per_shard, resolve_ids
 
@@ -43,6 +44,12 @@ def lookup_start(
       token_ids: (tokens_per_batch,) int32, or a host array of any integer type whose values fit.
       table: (vocab, emb_width) bfloat16 or float32, sharded `P(None, table_axis)`. Not donated.
       gate: an array that must be computed before the exchange may be issued; its value is unused.
+        With it, a lookup waits for another one that is in flight:
+
+          first = lookup_start(handle, token_ids, table)
+          second = lookup_start(handle, more_ids, table, gate=first.blocks)
+
+        An update of the table that is gated by `second.blocks` then waits for both.
 
     Raises:
       ValueError: a wrong shape, an id that does not fit in int32 or, with out_of_range="raise",
@@ -90,7 +97,7 @@ def lookup_start_per_shard(
     check_table(table, handle.shard_width)
     all_ids = gather_token_ids_per_shard(handle, token_ids, table.shape[0])
     rows = gather_for_exchange(handle, all_ids, table)
-    return LookupPin(exchange.exchange_blocks(handle, gated(rows, gate)))
+    return LookupPin(exchange.exchange_blocks(handle, gated(handle, rows, gate)))
 
 
 def lookup_done_per_shard(handle: AsyncEmbContextHandle, pin: LookupPin) -> jax.Array:
@@ -129,14 +136,6 @@ def exchange_rows(handle: AsyncEmbContextHandle, rows: jax.Array) -> LookupPin:
         return LookupPin(exchanged(rows))
 
 
-def gated(x: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """The same array, not available before the gate is."""
-    if gate is None:
-        return x
-    x, _ = jax.lax.optimization_barrier((x, gate))
-    return x
-
-
 @jax.custom_jvp
 def _not_differentiable(table: jax.Array) -> jax.Array:
     """The same table, for which `jax.grad` is an error: it would be zeros, or dense."""
@@ -167,7 +166,7 @@ def _lookup_start(
     )
     with jax.named_scope("xrex.lookup_start"):
         rows = gather(*placement.place(handle, (ids, table), specs))
-        return exchange_rows(handle, gated(rows, gate))
+        return exchange_rows(handle, gated(handle, rows, gate))
 
 
 @jax.jit(static_argnums=0)

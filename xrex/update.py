@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import api as kernels
 from xrex import exchange, placement
 from xrex.checks import TABLE_DTYPES, as_int32, check_shape, check_table
+from xrex.gate import gated
 from xrex.layout.handle import AsyncEmbContextHandle
-from xrex.lookup import gated
 from xrex.rules.base import TouchedRows, UpdateRule, check_state, is_finite
 from xrex.tokens import UniqueTokens
 
@@ -94,6 +94,17 @@ def update_start(
         when called eagerly, so that the old table stays usable.
       state: the rule's state, `rule.init(vocab)` at first; donated likewise.
       gate: an array that must be computed before the exchange may be issued; its value is unused.
+        With it, an update waits for a lookup of the old table that is still in flight; without it,
+        XLA may copy the table, so that neither has to wait:
+
+          pin = lookup_start(handle, token_ids, table)
+          table, state, update_pin = update_start(
+              handle, rule, update, table, state, gate=pin.blocks
+          )
+          rows = lookup_done(handle, pin)  # Of the table as it was.
+
+        After a loop of lookups, the gate is what the loop returns. None is needed where the
+        gradients are computed from the rows.
 
     Returns:
       The new table, the new state, and the pin for `update_done`.
@@ -113,6 +124,10 @@ def update_start(
 
 def update_done(handle: AsyncEmbContextHandle, pin: UpdatePin) -> UpdateResult:
     """The result of an update. Global arrays, or inside `shard_map`.
+
+      table, state, pin = update_start(handle, rule, update, table, state)
+      result = update_done(handle, pin)
+      skipped = ~result.valid
 
     Args:
       handle: the layout with which the update was started.
@@ -148,7 +163,7 @@ def update_start_per_shard(
     check_table(table, handle.shard_width)
     update = _checked_update(handle, update, handle.tokens_per_rank, table.shape[0])
     check_state(rule, state, table.shape[0], handle.shard_width)
-    update = update._replace(grads=gated(update.grads, gate))
+    update = update._replace(grads=gated(handle, update.grads, gate))
     return apply_update(handle, rule, update, table, state)
 
 
@@ -241,7 +256,7 @@ def _update_start(
         (*specs[1:], placement.REPLICATED),
     )
     with jax.named_scope("xrex.update_start"):
-        update = update._replace(grads=gated(update.grads, gate))
+        update = update._replace(grads=gated(handle, update.grads, gate))
         return apply(rule, *placement.place(handle, (update, table, state), specs))
 
 

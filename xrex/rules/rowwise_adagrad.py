@@ -138,9 +138,11 @@ class RowwiseAdagrad:
         """Updates that each row's decay stands for, float32, and the new `last_step`."""
         if state.last_step is None:
             return jnp.ones(rows.ids.shape, jnp.float32), None
-        elapsed = jnp.maximum(state.clock - read_values(state.last_step, rows.ids), 0)
-        now = jnp.broadcast_to(state.clock, rows.ids.shape)
-        # Without the barrier XLA reads `last_step` again after it was written: from a copy.
+        last_step = read_values(state.last_step, rows.ids)
+        elapsed = jnp.maximum(state.clock - last_step, 0)
+        # The clock, by way of what was read: otherwise XLA reads `last_step` again after it was
+        # written, from a copy. The barrier alone is not enough on CPUs, which drop it.
+        now = elapsed + jnp.minimum(last_step, state.clock)
         elapsed, now = jax.lax.optimization_barrier((elapsed, now))
         return elapsed.astype(jnp.float32), write_values(state.last_step, rows.ids, now)
 
