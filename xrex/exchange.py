@@ -5,6 +5,7 @@ rank.
 """
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import api as kernels
 from xrex.layout.handle import AsyncEmbContextHandle
