@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels import gather_rows_mgpu, segment_sum_mgpu, update_rows_mgpu
 from tests import donating_programs
 from tests import kernel_cases as cases
+from tools import compile_for_gpu
 from tools.gpu import compiled_program, program_text, programs, topology
 
 OBSTACLE = topology.missing()
@@ -223,3 +224,42 @@ def test_the_description_names_what_matters():
     assert "in place: {}: (0, {}, may-alias)" in text
     assert "kernels: update_rows" in text
     assert "0 bytes spilled" in text
+
+
+def test_the_command_compiles_and_keeps_what_it_is_asked_to(tmp_path, capsys):
+    """`python -m tools.compile_for_gpu`, within this process."""
+    # Of sizes that no other test compiles: kernels are dumped once per process.
+    folders = [f"--ptx={tmp_path}/ptx", f"--hlo={tmp_path}/hlo"]
+    sizes = ["--gpus=2", "--widths=24", "--vocab=1234"]
+    status = compile_for_gpu.COMMAND.status(
+        compile_for_gpu.main, ["kernels", "--dtype=float32", *sizes, *folders]
+    )
+    told, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    assert told.startswith("for 2 x NVIDIA H100 80GB HBM3\n")
+    names = ("gather_rows", "segment_sum", "update_rows")
+    for name in names:
+        assert f"{name} 24 x float32: compiled in" in told
+        assert f"kernels: {name}" in told
+    assert {file.name for file in (tmp_path / "hlo").iterdir()} == {
+        f"{name}_24_x_float32.hlo" for name in names
+    }
+    assert list((tmp_path / "ptx").glob("*.ptx"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["kernels", "--widths=3"], "a row of 3 x bfloat16 is 6 bytes"),
+        (["kernels", "--widths=8,abc"], "--widths=8,abc: 'abc' cannot be used"),
+        (["step", "--emb_width=500"], "Change it: --emb_width=504 or --emb_width=496"),
+        (["os:getcwd"], "os:getcwd: calling it raised TypeError"),
+        (["os:absent"], "module 'os' has no function 'absent'"),
+    ],
+)
+def test_what_cannot_be_compiled_is_told_in_one_message(arguments, told, capsys):
+    assert compile_for_gpu.COMMAND.status(compile_for_gpu.main, arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("compile_for_gpu: ")
+    assert told in err
+    assert "Traceback" not in err

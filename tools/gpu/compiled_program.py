@@ -52,8 +52,8 @@ class Usage(NamedTuple):
     """What ptxas says of one kernel."""
 
     kernel: str
-    registers: int  # a thread
-    shared_bytes: int  # a block; 0 on JAX 0.10.2, which does not tell
+    registers: int  # per thread
+    shared_bytes: int  # per block; 0 on JAX 0.10.2, which does not tell
     spilled_bytes: int  # stores and loads
 
 

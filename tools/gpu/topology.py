@@ -16,9 +16,9 @@ class GpuTarget:
       name: for people and messages.
       description: what the driver calls it.
       memory_bytes: device memory.
-      memory_bandwidth: bytes a second.
-      bf16_flops: dense bfloat16 operations a second of the tensor cores.
-      link_bandwidth: NVLink bytes a second in each direction.
+      memory_bandwidth: bytes per second.
+      bf16_flops: dense bfloat16 operations per second of the tensor cores.
+      link_bandwidth: NVLink bytes per second in each direction.
     """
 
     name: str
@@ -88,7 +88,7 @@ def gpu_devices(target: GpuTarget, gpus: int, *, hosts: int = 1) -> list[jax.Dev
 
     Args:
       target: the model of all of them.
-      gpus: how many a host has.
+      gpus: GPUs per host.
       hosts: how many hosts there are.
 
     Raises:
