@@ -14,6 +14,7 @@ however many tokens it has, because every block adds as many rows as any other.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -113,29 +114,41 @@ def segment_sum(
     items = _sorted_tokens(values, segment_ids, num_segments)
     while items.segments.shape[0] > 0 and num_segments > 0:
         items = _padded(items, tuning.rows)
-        (sums, square_sums), (partials,) = compat.launch(
-            functools.partial(_sum_chunk, dtype=dtype, tuning=tuning, interpret=interpret),
-            updated=(sums, square_sums),
-            operands=(
-                items.values,
-                jnp.zeros((1, width // tuning.splits), items.values.dtype),
-                items.order,
-                # Each chunk sees one neighbour on either side; copies are of 16 bytes.
-                jnp.pad(items.segments, (1, 3), constant_values=-1),
-            ),
-            out_types=(
-                jax.ShapeDtypeStruct(
-                    (2 * items.segments.shape[0] // tuning.rows, width), jnp.float32
-                ),
-            ),
-            scratch_types=_scratch_types(items.values.dtype, width, tuning),
-            grid=(tuning.splits, items.segments.shape[0] // tuning.rows),
-            grid_names=("split", "chunk"),
-            name="segment_sum",
-            interpret=interpret,
+        body = functools.partial(_sum_chunk, dtype=dtype, tuning=tuning, interpret=interpret)
+        (sums, square_sums), partials = _sum_level(
+            body, (sums, square_sums), items, tuning, interpret
         )
         items = _next_level(partials, items.segments, num_segments, tuning.rows)
     return sums, _over_splits(square_sums)
+
+
+def _sum_level(
+    body: Callable[..., None],
+    sums: tuple[jax.Array, ...],
+    items: _Items,
+    tuning: SegmentSumTuning,
+    interpret: compat.Interpreter,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Adds up one level: the sums with those that are done, and the chunks' partial sums."""
+    width, chunks = items.values.shape[1], items.segments.shape[0] // tuning.rows
+    sums, (partials,) = compat.launch(
+        body,
+        updated=sums,
+        operands=(
+            items.values,
+            jnp.zeros((1, width // tuning.splits), items.values.dtype),
+            items.order,
+            # Each chunk sees one neighbour on either side; copies are of 16 bytes.
+            jnp.pad(items.segments, (1, 3), constant_values=-1),
+        ),
+        out_types=(jax.ShapeDtypeStruct((2 * chunks, width), jnp.float32),),
+        scratch_types=_scratch_types(items.values.dtype, width, tuning),
+        grid=(tuning.splits, chunks),
+        grid_names=("split", "chunk"),
+        name="segment_sum",
+        interpret=interpret,
+    )
+    return sums, partials
 
 
 def _over_splits(square_sums: jax.Array) -> jax.Array:
@@ -228,20 +241,80 @@ def _sum_chunk(
     interpret: compat.Interpreter,
 ) -> None:
     compat.keep_plain((values_smem, running_smem, rounded_smem), interpret)
-    num_segments = sums_gmem.shape[0]
     split = jax.lax.axis_index("split")
     columns = pl.ds(split * values_smem.shape[1], values_smem.shape[1])
     chunk = jax.lax.axis_index("chunk")
     first = chunk * tuning.rows
-
-    def inside(segment: jax.Array) -> jax.Array:
-        return (segment >= 0) & (segment < num_segments)
-
+    inside = functools.partial(_inside, num_segments=sums_gmem.shape[0])
     row_blocks.copy_in(order_gmem.at[pl.ds(first, tuning.rows)], order_smem, ids_ready)
     row_blocks.copy_in(segments_gmem.at[pl.ds(first, tuning.rows + 4)], segments_smem, ids_ready)
     plgpu.barrier_wait(ids_ready)
 
+    read = _Reader(values_gmem, zeros_gmem, columns, values_smem, values_ready)
+    _read_values(read, order_smem, segments_smem, inside, interpret)
+    plgpu.barrier_wait(values_ready)
+    _add_rows(values_smem, segments_smem, running_smem, interpret)
+    plgpu.commit_smem()
+    _round_and_square(running_smem, rounded_smem, squares_smem, dtype, interpret)
+    plgpu.commit_smem()
+
     @compat.loop_by_warp(tuning.rows, interpret)
+    def _(i: jax.Array) -> None:
+        segment, following = segments_smem[i + 1], segments_smem[i + 2]
+        is_end = (i == tuning.rows - 1) | (segment != following)
+        is_head = (segment == segments_smem[1]) & (segment == segments_smem[0])
+        goes_on = (i == tuning.rows - 1) & (segment == following)
+
+        def write_sum() -> None:
+            _copy_row(rounded_smem, i, sums_gmem, segment, columns)
+            squares_gmem[segment, split] = squares_smem[i]
+
+        def write_partial() -> None:
+            partial = 2 * chunk + 1 - is_head.astype(jnp.int32)
+            _copy_row(running_smem, i, partials_gmem, partial, columns)
+
+        @pl.when(inside(segment) & is_end)
+        def _() -> None:
+            jax.lax.cond(is_head | goes_on, write_partial, write_sum)
+
+    plgpu.commit_smem_to_gmem_group()
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Reader(NamedTuple):
+    """Where a chunk's values come from and go to."""
+
+    values_gmem: Any
+    zeros_gmem: Any
+    columns: Any
+    values_smem: Any
+    ready: Any
+
+
+def _inside(segment: jax.Array, *, num_segments: int) -> jax.Array:
+    """Whether there is such a segment."""
+    return (segment >= 0) & (segment < num_segments)
+
+
+def _copy_row(source_smem: Any, i: Any, destination_gmem: Any, row: Any, columns: Any) -> None:
+    plgpu.copy_smem_to_gmem(
+        source_smem.at[pl.ds(i, 1)],
+        destination_gmem.at[pl.ds(row, 1), columns],
+        commit_group=False,
+    )
+
+
+def _read_values(
+    reader: _Reader,
+    order_smem: Any,
+    segments_smem: Any,
+    inside: Callable[[jax.Array], jax.Array],
+    interpret: compat.Interpreter,
+) -> None:
+    """Starts the copies of a chunk's rows; what belongs to no segment arrives at once."""
+    values_gmem, zeros_gmem, columns, values_smem, values_ready = reader
+
+    @compat.loop_by_warp(order_smem.shape[0], interpret)
     def _(i: jax.Array) -> None:
         row = order_smem[i]
         destination = values_smem.at[pl.ds(i, 1)]
@@ -260,42 +333,6 @@ def _sum_chunk(
             lambda: jax.lax.cond(row >= 0, read, read_zeros),
             skip,
         )
-
-    plgpu.barrier_wait(values_ready)
-    _add_rows(values_smem, segments_smem, running_smem, interpret)
-    plgpu.commit_smem()
-    _round_and_square(running_smem, rounded_smem, squares_smem, dtype, interpret)
-    plgpu.commit_smem()
-
-    @compat.loop_by_warp(tuning.rows, interpret)
-    def _(i: jax.Array) -> None:
-        segment, following = segments_smem[i + 1], segments_smem[i + 2]
-        is_end = (i == tuning.rows - 1) | (segment != following)
-        is_head = (segment == segments_smem[1]) & (segment == segments_smem[0])
-        goes_on = (i == tuning.rows - 1) & (segment == following)
-
-        def write_sum() -> None:
-            plgpu.copy_smem_to_gmem(
-                rounded_smem.at[pl.ds(i, 1)],
-                sums_gmem.at[pl.ds(segment, 1), columns],
-                commit_group=False,
-            )
-            squares_gmem[segment, split] = squares_smem[i]
-
-        def write_partial() -> None:
-            partial = 2 * chunk + 1 - is_head.astype(jnp.int32)
-            plgpu.copy_smem_to_gmem(
-                running_smem.at[pl.ds(i, 1)],
-                partials_gmem.at[pl.ds(partial, 1), columns],
-                commit_group=False,
-            )
-
-        @pl.when(inside(segment) & is_end)
-        def _() -> None:
-            jax.lax.cond(is_head | goes_on, write_partial, write_sum)
-
-    plgpu.commit_smem_to_gmem_group()
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _add_rows(

@@ -112,15 +112,10 @@ def update_rows(
         tuning = UpdateTuning.choose(
             u, width, [t.dtype for t in tables], [o.dtype for o in operands]
         )
-    columns = width // tuning.splits
     # A tile has a multiple of 4 rows.
-    row_blocks.check_tuning(tuning.rows, tuning.splits, width, row_blocks.tile(columns).rows)
-    if u < tuning.rows:
-        # Less than one block: the padding is smaller than that.
-        missing = tuning.rows - u
-        ids = jnp.pad(ids, (0, missing), constant_values=-1)
-        operands = tuple(jnp.pad(operand, ((0, missing), (0, 0))) for operand in operands)
-        scalars = tuple(jnp.pad(scalar, (0, missing)) for scalar in scalars)
+    multiple = row_blocks.tile(width // tuning.splits).rows
+    row_blocks.check_tuning(tuning.rows, tuning.splits, width, multiple)
+    ids, operands, scalars = _at_least_one_block(ids, operands, scalars, tuning.rows)
     ids, scalars = _last_block_moved_back(ids, scalars, tuning.rows)
     new_tables, _ = compat.launch(
         functools.partial(
@@ -133,22 +128,47 @@ def update_rows(
         updated=tables,
         operands=(ids, *operands, *scalars),
         out_types=(),
-        scratch_types=(
-            plgpu.SMEM((tuning.rows,), jnp.int32),
-            *(plgpu.SMEM((tuning.rows, columns), table.dtype) for table in tables),
-            *(plgpu.SMEM((tuning.rows, columns), table.dtype) for table in tables),
-            *(plgpu.SMEM((tuning.rows, columns), operand.dtype) for operand in operands),
-            *(plgpu.SMEM((tuning.rows,), jnp.float32) for _ in scalars),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=tuning.rows * len(tables)),
-            plgpu.Barrier(num_arrivals=_input_copies(tuning, len(operands), len(scalars))),
-        ),
+        scratch_types=_scratch_types(tables, operands, scalars, tuning),
         grid=(tuning.splits, ids.shape[0] // tuning.rows),
         grid_names=("split", "block"),
         name="update_rows",
         interpret=interpret,
     )
     return new_tables
+
+
+def _at_least_one_block(
+    ids: jax.Array, operands: tuple[jax.Array, ...], scalars: tuple[jax.Array, ...], rows: int
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Pads what is less than one block: the padding is smaller than that."""
+    missing = rows - ids.shape[0]
+    if missing <= 0:
+        return ids, operands, scalars
+    return (
+        jnp.pad(ids, (0, missing), constant_values=-1),
+        tuple(jnp.pad(operand, ((0, missing), (0, 0))) for operand in operands),
+        tuple(jnp.pad(scalar, (0, missing)) for scalar in scalars),
+    )
+
+
+def _scratch_types(
+    tables: tuple[jax.Array, ...],
+    operands: tuple[jax.Array, ...],
+    scalars: tuple[jax.Array, ...],
+    tuning: UpdateTuning,
+) -> tuple[Any, ...]:
+    """What a block holds: ids, old and new rows, operands, scalars, and a barrier for each kind."""
+    rows, columns = tuning.rows, tables[0].shape[1] // tuning.splits
+    return (
+        plgpu.SMEM((rows,), jnp.int32),
+        *(plgpu.SMEM((rows, columns), table.dtype) for table in tables),
+        *(plgpu.SMEM((rows, columns), table.dtype) for table in tables),
+        *(plgpu.SMEM((rows, columns), operand.dtype) for operand in operands),
+        *(plgpu.SMEM((rows,), jnp.float32) for _ in scalars),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=rows * len(tables)),
+        plgpu.Barrier(num_arrivals=_input_copies(tuning, len(operands), len(scalars))),
+    )
 
 
 def _last_block_moved_back(
@@ -195,7 +215,6 @@ def _update_block(
     ids_ready, rows_ready, inputs_ready = take(3)
     compat.keep_plain((*old_smem, *new_smem, *operands_smem), interpret)
 
-    vocab = tables_gmem[0].shape[0]
     width = new_smem[0].shape[1]
     columns = pl.ds(jax.lax.axis_index("split") * width, width)
     slot = jax.lax.axis_index("block") * tuning.rows
@@ -208,10 +227,31 @@ def _update_block(
         _copy_operand(source, destination, inputs_ready, first, columns, tuning, interpret)
     plgpu.barrier_wait(ids_ready)
 
-    def inside(row: jax.Array) -> jax.Array:
-        return (row >= 0) & (row < vocab)
+    _read_rows(tables_gmem, ids_smem, old_smem, rows_ready, columns, interpret)
+    if o + s:
+        plgpu.barrier_wait(inputs_ready)
+    plgpu.barrier_wait(rows_ready)
+    _apply(fn, old_smem, new_smem, operands_smem, scalars_smem, interpret)
+    plgpu.commit_smem()
+    _write_rows(tables_gmem, ids_smem, new_smem, columns, interpret)
 
-    @compat.loop_by_warp(tuning.rows, interpret)
+
+def _inside(row: jax.Array, table_gmem: Any) -> jax.Array:
+    """Whether the table has such a row."""
+    return (row >= 0) & (row < table_gmem.shape[0])
+
+
+def _read_rows(
+    tables_gmem: Sequence[Any],
+    ids_smem: Any,
+    old_smem: Sequence[Any],
+    rows_ready: Any,
+    columns: Any,
+    interpret: compat.Interpreter,
+) -> None:
+    """Starts the copies of the block's rows; one that is skipped arrives at once."""
+
+    @compat.loop_by_warp(ids_smem.shape[0], interpret)
     def _(i: jax.Array) -> None:
         row = ids_smem[i]
 
@@ -225,19 +265,23 @@ def _update_block(
             for _ in tables_gmem:
                 plgpu.barrier_arrive(rows_ready)
 
-        jax.lax.cond(inside(row), read, skip)
+        jax.lax.cond(_inside(row, tables_gmem[0]), read, skip)
 
-    if o + s:
-        plgpu.barrier_wait(inputs_ready)
-    plgpu.barrier_wait(rows_ready)
-    _apply(fn, old_smem, new_smem, operands_smem, scalars_smem, interpret)
-    plgpu.commit_smem()
 
-    @compat.loop_by_warp(tuning.rows, interpret)
+def _write_rows(
+    tables_gmem: Sequence[Any],
+    ids_smem: Any,
+    new_smem: Sequence[Any],
+    columns: Any,
+    interpret: compat.Interpreter,
+) -> None:
+    """Copies the block's new rows out, and waits for the copies."""
+
+    @compat.loop_by_warp(ids_smem.shape[0], interpret)
     def _(i: jax.Array) -> None:
         row = ids_smem[i]
 
-        @pl.when(inside(row))
+        @pl.when(_inside(row, tables_gmem[0]))
         def _() -> None:
             for source, destination in zip(new_smem, tables_gmem, strict=True):
                 plgpu.copy_smem_to_gmem(

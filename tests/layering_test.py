@@ -165,3 +165,23 @@ def test_importing_xrex_imports_no_package_of_the_suite() -> None:
     assert result.returncode == 0, result.stderr
     loaded = {name for name in result.stdout.split() if is_within(name, NOT_FOR_USERS)}
     assert loaded == set()
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    long = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {node.name} has {code_lines(node)} lines"
+        for folder in ("pallas_kernels", "tools", "xrex")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > 60
+    ]
+    assert not long, "\n".join(long)

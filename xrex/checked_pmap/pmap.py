@@ -111,6 +111,11 @@ def pmap(
         devices=devices,
         axis_size=axis_size,
     )
+    return _mapped(mapping)
+
+
+def _mapped(mapping: Mapping) -> PmappedFunction:
+    """The function that `pmap` returns, with the programs that it has built so far."""
     axes_of: dict[Any, tuple[int | None, ...]] = {}
     programs: dict[Hashable, Program] = {}
     # Asked for at the first call, when there are devices.
@@ -126,7 +131,7 @@ def pmap(
             programs[key] = program = build_program(mapping, call, chosen)
         return program, call
 
-    @functools.wraps(fun)
+    @functools.wraps(mapping.fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if jax.process_count() == 1:
             program, call = find(args, kwargs)
