@@ -13,7 +13,7 @@ import jax
 
 from xrex.checked_pmap import processes
 from xrex.checked_pmap.call import Call, check_not_nested, choose_devices, inside_map, read_call
-from xrex.checked_pmap.mapping import make_mapping
+from xrex.checked_pmap.mapping import Mapping, make_mapping
 from xrex.checked_pmap.program import Program, build_program
 from xrex.checked_pmap.together import launch_alone, together
 
