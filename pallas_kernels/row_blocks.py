@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    layout: Any  # of a (rows, columns) array; `.reduce(1)` is that of one value a row
+    layout: Any  # of a (rows, columns) array; `.reduce(1)` is that of one value per row
 
 
 def _column_lanes(width: int, vector: int = VECTOR) -> int:

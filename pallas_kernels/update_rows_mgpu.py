@@ -3,7 +3,7 @@
     ids       (u,)           2 -1  0      an id outside the table is skipped
     tables    (vocab, width) each: the table, then any number of slots (moments, accumulators)
     operands  (u, width)     each: sums of gradients
-    scalars   (u,)           each: one value a row, such as a step size
+    scalars   (u,)           each: one value per row, such as a step size
 
 No other row is read or written.
 """
@@ -94,7 +94,7 @@ def update_rows(
 
     Bytes moved: u * (4 + 4 * scalars + operands' rows + 2 * tables' rows), rows of the tables in
     sectors of 32 bytes; an id that is skipped costs no row of a table. Bound: that over the memory
-    bandwidth, or what a core needs to issue two copies a row and table, about 40 instructions of
+    bandwidth, or what a core needs to issue two copies per row and table, about 40 instructions of
     one warp, whichever is longer.
 
     Raises:

@@ -1,4 +1,4 @@
-"""BUILD files tell the truth: one target a module, its imports as `deps`, its markers as `tags`.
+"""BUILD files tell the truth: one target per module, its imports as `deps`, its markers as `tags`.
 
 BUILD files are Python to the parser, so `ast` reads them.
 """

@@ -261,8 +261,8 @@ class Trained(NamedTuple):
     table: np.ndarray
     state: State
     carry: Any
-    embeddings: list[np.ndarray]  # one a step, as the model saw them
-    results: list[Result]  # one a step
+    embeddings: list[np.ndarray]  # one per step, as the model saw them
+    results: list[Result]  # one per step
 
 
 StepFunction = Callable[[int, np.ndarray, Any], Gradients]

@@ -101,7 +101,7 @@ def loss_fn(params: Any, rows: jax.Array, inputs: Inputs) -> jax.Array:
 
 @functools.cache
 def pipeline_of(setup: Setup) -> xrex.Pipeline:
-    """Compiled once a process."""
+    """Compiled once per process."""
     names = strategies.NAMES[: len(setup.sizes)]
     devices = np.array(jax.devices()[: int(np.prod(setup.sizes))])[::-1].reshape(setup.sizes)
     handle = xrex.make_context_handle(

@@ -21,12 +21,12 @@ def table_spec(handle: AsyncEmbContextHandle) -> P:
 
 
 def token_spec(handle: AsyncEmbContextHandle) -> P:
-    """One value a token, (tokens_per_batch,): over the data axis."""
+    """One value per token, (tokens_per_batch,): over the data axis."""
     return P(handle.data_axis)
 
 
 def token_rows_spec(handle: AsyncEmbContextHandle) -> P:
-    """One row a token, (tokens_per_batch, emb_width): tokens over the data axis, rows whole."""
+    """One row per token, (tokens_per_batch, emb_width): tokens over the data axis, rows whole."""
     return P(handle.data_axis, None)
 
 

@@ -31,7 +31,7 @@ class Plan:
       shard_width: columns of the table on a rank.
       vocab: rows of the table, or None.
       dtype: the table's.
-      memory: bytes a rank.
+      memory: bytes per rank.
       wire: the collectives of one step; none for a communicator of one rank.
       nodes: how communicators lie on nodes.
       warnings: what is legal but probably not meant, one sentence each.
@@ -59,7 +59,7 @@ def plan_layout(
 ) -> Plan:
     """Plans a layout: pure arithmetic, no device is touched.
 
-    For example, 16 ranks, 4,096 tokens a rank and rows of 512 bfloat16: each rank sends
+    For example, 16 ranks, 4,096 tokens per rank and rows of 512 bfloat16: each rank sends
     4,096 * 512 * 2 * 15/16 = 3,932,160 bytes for the lookup, a message of 262,144 to each peer.
 
     Args:
@@ -67,7 +67,7 @@ def plan_layout(
       vocab: rows of the table; None plans without the bytes of table and state.
       dtype: the table's, bfloat16 or float32.
       rule: the update rule; None means `RowwiseAdagrad`.
-      reserved_bytes: bytes a device that are not for the table.
+      reserved_bytes: bytes per device that are not for the table.
 
     Raises:
       ValueError: `vocab` is not a size that tables may have, or `reserved_bytes` is negative.
@@ -119,7 +119,7 @@ def _warn_of_small_messages(plan: Plan) -> Iterator[str]:
         sizes = ", ".join(f"{part.name} {part.message_bytes} bytes" for part in small)
         yield (
             f"Messages under {SMALL_MESSAGE_BYTES // 1024} KB a peer cost their latency more than "
-            f"their bytes ({sizes}): use more tokens a batch, or fewer ranks."
+            f"their bytes ({sizes}): use more tokens per batch, or fewer ranks."
         )
 
 
@@ -127,7 +127,7 @@ def _warn_of_nodes(handle: AsyncEmbContextHandle, nodes: NodePlan) -> Iterator[s
     if not nodes.even:
         fewest, most = nodes.ranks_per_node
         yield (
-            f"A communicator spans nodes unevenly, with {fewest} to {most} ranks a node: "
+            f"A communicator spans nodes unevenly, with {fewest} to {most} ranks per node: "
             "the fullest node's links decide its pace."
         )
     if handle.mesh.size > nodes.devices_per_node and handle.mesh.size % nodes.devices_per_node:

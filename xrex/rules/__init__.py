@@ -1,4 +1,4 @@
-"""Update rules of embedding tables, one a file."""
+"""Update rules of embedding tables, one per file."""
 
 from xrex.rules.base import TouchedRows, UpdateRule
 from xrex.rules.rowwise_adagrad import RowwiseAdagrad, RowwiseAdagradState

@@ -101,12 +101,12 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def read_values(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """One value a row, (vocab,), read at `ids`; zeros where there is no such row."""
+    """One value per row, (vocab,), read at `ids`; zeros where there is no such row."""
     return values.at[ids].get(mode="fill", fill_value=0)
 
 
 def write_values(values: jax.Array, ids: jax.Array, new: jax.Array) -> jax.Array:
-    """Sets one value a row, (vocab,), at `ids`; skips those behind the last row."""
+    """Sets one value per row, (vocab,), at `ids`; skips those behind the last row."""
     return values.at[ids].set(new.astype(values.dtype), mode="drop")
 
 
