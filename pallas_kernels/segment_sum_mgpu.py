@@ -31,8 +31,8 @@ class SegmentSumTuning:
     """How the sums are cut into blocks.
 
     Attributes:
-      rows: tokens per chunk, a multiple of 16 and of the tile's rows. It sets the order of the sums:
-        another value may give other last bits.
+      rows: tokens per chunk, a multiple of 16 and of the tile's rows. It sets the order of the
+        sums: another value may give other last bits.
       splits: parts into which the columns of a row are cut, each a block's. It sets the order of
         the square sums.
     """
