@@ -1,6 +1,7 @@
 """The collectives over a communicator, one shard each: callable only inside `shard_map`.
 
-Each is the identity on a communicator of one rank. Shapes: G ranks, T tokens and w columns per rank.
+Each is the identity on a communicator of one rank. Shapes: G ranks, T tokens per rank, w columns
+per rank.
 """
 
 import jax
