@@ -70,7 +70,7 @@ def choose(
     missing = _missing_for_mosaic_gpu(platform, compute_capability)
     multiple = 8 if implementation == "auto" else 4
     if missing is None and shard_width is not None and shard_width % multiple:
-        missing = f"rows of a multiple of {multiple} columns a shard, not of {shard_width}"
+        missing = f"rows of a multiple of {multiple} columns per shard, not of {shard_width}"
     if missing is None:
         return Choice(
             "mosaic_gpu",
@@ -164,7 +164,7 @@ def update_rows(
       operands: (u, width) float32 each.
       scalars: (u,) float32 each.
       fn: called as `fn(rows, operands, scalars)` with float32 tuples that broadcast against each
-        other (scalars as columns); returns one float32 array a table, cast to the table's dtype.
+        other (scalars as columns); returns one float32 array per table, cast to the table's dtype.
       implementation: as `choose` returned it.
 
     Returns:

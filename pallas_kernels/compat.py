@@ -37,7 +37,7 @@ def launch(
     name: str,
     interpret: Interpreter,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Launches a Mosaic GPU kernel of one warpgroup a block.
+    """Launches a Mosaic GPU kernel of one warpgroup per block.
 
     Args:
       body: called with one Ref each, in this order: updated, operands, outputs, scratch.
@@ -130,9 +130,9 @@ def keep_plain(refs: Sequence[Any], interpret: Interpreter) -> None:
 def loop_by_warp(
     count: int, interpret: Interpreter
 ) -> Callable[[Callable[[jax.Array], None]], None]:
-    """`pl.loop(0, count)` in which each of a block's four warps takes every fourth turn.
+    """`pl.loop(0, count)` in which each of the four warps of a block takes every fourth turn.
 
-    All four run every turn of a `pl.loop`. Turns of this one must need nothing of each other: they
+    All four run every turn of a `pl.loop`. Turns of this one must not depend on each other: they
     may start copies, arrive at barriers, read and write single values.
 
     Args:
@@ -191,7 +191,7 @@ def _round(x: jax.Array, *, exponent_bits: int, mantissa_bits: int) -> jax.Array
 
 
 def _sqrt(x: jax.Array, *, accuracy: Any) -> jax.Array:
-    """Within two units in the last place."""
+    """Within 2.6 units in the last place."""
     del accuracy
     exact = (x == 0) | (x == jnp.inf)
     return jnp.where(exact, x, x * jax.lax.rsqrt(x))

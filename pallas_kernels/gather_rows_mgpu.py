@@ -1,4 +1,4 @@
-"""Gathers rows of a table: one bulk copy a row into shared memory, one copy out a block.
+"""Gathers rows of a table: one bulk copy per row into shared memory, one copy out per block.
 
     ids     (n,)           2  0 -1  2
     table   (vocab, width) [a b c ...]
@@ -25,15 +25,16 @@ class GatherTuning:
     """What may be tuned; no choice changes a bit of the result.
 
     Attributes:
-      rows: ids a block, a multiple of 4.
-      splits: parts into which the columns of a row are cut, each a block's.
+      rows: ids per block, a multiple of 4.
+      splits: parts into which the columns of a row are cut; each block handles one.
     """
 
     rows: int
     splits: int
 
-    # A block keeps this much in flight: 14 of them fit the shared memory of an H100's core, several
-    # times what its memory needs to stay busy (3.35 TB/s for about 1 us is 25 KB a core).
+    # A block keeps this much in flight. With what is beside it (ptxas counts 17 KiB in all, and a
+    # block reserves 1 KiB) 12 of them fit the shared memory of an H100's core, several times what
+    # its memory needs to stay busy (3.35 TB/s for about 1 us is 25 KB per core).
     BLOCK_BYTES = 16 * 1024
     # As many blocks as two waves over an H100's 132 cores, before blocks are made larger.
     BLOCKS = 264

@@ -2,7 +2,7 @@
 
 Words: a *split* is a part of a row's columns that one block of threads handles (most rows have one
 split); a *tile* is the part of a block that the 128 threads of a warpgroup hold in registers, four
-values a thread.
+values per thread.
 """
 
 import math
@@ -45,7 +45,7 @@ def check_rows(width: int, dtype: jax.typing.DTypeLike) -> None:
 
 
 class Tile(NamedTuple):
-    """A block's part in registers: (rows, columns) of `VECTOR` values a thread."""
+    """A block's part in registers: (rows, columns) of `VECTOR` values per thread."""
 
     rows: int
     columns: int

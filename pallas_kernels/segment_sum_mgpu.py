@@ -7,7 +7,7 @@
 The order. Tokens are sorted by segment, stably, and cut into chunks of `tuning.rows`. One block of
 threads adds a chunk's rows one after the other, starting anew (from +0) at each segment. A segment
 that lies within one chunk is then done. Of a segment that crosses chunks, each chunk leaves a
-partial sum; the partial sums, at most two a chunk, are the tokens of the next level, and so on
+partial sum; the partial sums, at most two per chunk, are the tokens of the next level, and so on
 until one chunk is left. No atomics: each sum is written once, by one block. No segment is slow,
 however many tokens it has, because every block adds as many rows as any other.
 """
@@ -33,16 +33,18 @@ class SegmentSumTuning:
     Attributes:
       rows: tokens per chunk, a multiple of 16 and of the tile's rows. It sets the order of the
         sums: another value may give other last bits.
-      splits: parts into which the columns of a row are cut, each a block's. It sets the order of
-        the square sums.
+      splits: parts into which the columns of a row are cut; each block handles one. It sets the
+        order of the square sums.
     """
 
     rows: int
     splits: int
 
-    # Shared memory a block: three blocks fit an H100's core.
+    # Shared memory of a block's values; ids and alignment take about 5 KiB more. At least three
+    # blocks fit an H100's core; four do where the values take 48 KiB, as for widths of 32 to 128
+    # that are powers of two.
     BLOCK_BYTES = 64 * 1024
-    # What a value takes in a block at most: the token's, its running sum, the rounded sum.
+    # Bytes per value in a block, at most: the token's value, its running sum, the rounded sum.
     VALUE_BYTES = 12
 
     @classmethod
@@ -52,7 +54,7 @@ class SegmentSumTuning:
         splits = 1
         while True:
             columns = width // splits
-            # Fewer than 32 rows a chunk would make the partial sums a large part of the traffic.
+            # Fewer than 32 rows per chunk would make the partial sums a large part of the traffic.
             step = max(32, row_blocks.tile(columns).rows)
             if step * columns <= most_values or columns <= 8:
                 rows = max(min(most_values // columns, 128) // step, 1) * step
@@ -94,7 +96,7 @@ def segment_sum(
         where all of them underflow to zero, though some sum is not zero.
 
     Bytes moved by the kernels: n * (row bytes + 8) read and num_segments * width * 4 written, and
-    2 / `tuning.rows` of each again a level; beside them a sort of n keys and the zeroing of the
+    2 / `tuning.rows` of each again per level; beside them a sort of n keys and the zeroing of the
     result. Bound: that over the memory bandwidth, or what a core needs for n rows: about 30
     instructions of one warp to copy a row in, 20 of each of the four to add it to the last, 15 of
     one to pass over it and 45 to copy a sum out.

@@ -27,14 +27,15 @@ class UpdateTuning:
     """What may be tuned; no choice changes a bit of the result.
 
     Attributes:
-      rows: ids a block, a multiple of the tile's rows and of 4.
-      splits: parts into which the columns of a row are cut, each a block's.
+      rows: ids per block, a multiple of the tile's rows and of 4.
+      splits: parts into which the columns of a row are cut; each block handles one.
     """
 
     rows: int
     splits: int
 
-    # Shared memory a block: four blocks fit an H100's core.
+    # Shared memory of a block's values. With what is beside them (ptxas counts up to 51 KiB in all)
+    # four blocks fit an H100's core.
     BLOCK_BYTES = 48 * 1024
     BLOCKS = 264
 
@@ -85,7 +86,7 @@ def update_rows(
       operands: (u, width) bfloat16 or float32 each.
       scalars: (u,) float32 each.
       fn: elementwise; called as `fn(rows, operands, scalars)` on float32 tiles, scalars broadcast
-        to the tile's shape, and traced into the kernel. Returns one array a table.
+        to the tile's shape, and traced into the kernel. Returns one array per table.
       tuning: None chooses by shape.
       interpret: None compiles for a GPU.
 

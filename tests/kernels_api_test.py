@@ -34,7 +34,7 @@ def test_auto_takes_what_runs(where, shard_width, chosen):
         ({"platform": "cpu"}, 64, "platform 'cpu'"),
         ({"platform": "gpu", "compute_capability": "8.0"}, 64, "9.0 or newer, not 8.0"),
         ({"platform": "abstract"}, 64, "platform 'abstract'"),
-        (H100, 6, "a multiple of 4 columns a shard, not of 6"),
+        (H100, 6, "a multiple of 4 columns per shard, not of 6"),
     ],
 )
 def test_an_explicit_choice_is_refused_with_what_is_missing(where, shard_width, missing):
