@@ -212,6 +212,27 @@ def segment_sum_arguments(
     return _values(rng, (case.n, case.width), case.dtype, exact), ids
 
 
+def underflowing_sums(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, (n, 64), of segments 0 to 5, their ids, and the right square sums."""
+    tiny, told = 1e-25, -1.0
+    rows = [
+        (0, tiny, np.s_[:], told),
+        (1, -tiny, np.s_[63:], told),
+        (2, tiny, np.s_[:1], 0),  # Taken away again:
+        (2, -tiny, np.s_[:1], 0),
+        (4, 2.0, np.s_[:], 256),
+        (4, tiny, np.s_[5:], 256),
+        (5, 2.0**-60, np.s_[:1], 2.0**-120),
+    ]
+    values = np.zeros((len(rows), 64), np.float32)
+    square_sums = np.zeros(6, np.float32)
+    for i, (segment, value, columns, square_sum) in enumerate(rows):
+        values[i, columns] = value
+        square_sums[segment] = square_sum
+    ids = np.array([row[0] for row in rows], np.int32)
+    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype), ids, square_sums
+
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 

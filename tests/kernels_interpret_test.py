@@ -104,6 +104,15 @@ def test_segment_sum_adds_in_the_promised_order(case, seed, exact):
         np.testing.assert_allclose(squares, np.sum(sums * sums, axis=1), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "splits"), [("float32", 1), ("bfloat16", 2)])
+def test_a_square_sum_tells_that_a_sum_is_not_zero(dtype, splits):
+    values, ids, expected = cases.underflowing_sums(dtype)
+    tuning = segment_sum_mgpu.SegmentSumTuning(16, splits)
+    case = cases.SegmentSum(len(ids), 64, dtype, 6, tuning)
+    _, squares = run(segment_sum(case, gpu_interpreter.interpreter()), values, ids)
+    assert_same_bits(squares, expected)
+
+
 SHARDED = {
     "gather_rows": (
         gather,

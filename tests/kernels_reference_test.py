@@ -43,3 +43,12 @@ def test_segment_sum(case, seed):
     expected = expected.astype(values.dtype).astype(np.float32)
     np.testing.assert_array_equal(cases.bits(sums), cases.bits(expected))
     np.testing.assert_array_equal(squares, np.sum(expected * expected, axis=1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_square_sum_tells_that_a_sum_is_not_zero(dtype):
+    values, ids, expected = cases.underflowing_sums(dtype)
+    function = functools.partial(reference.segment_sum, num_segments=6, dtype=dtype)
+    sums, squares = jax.jit(function)(values, ids)
+    np.testing.assert_array_equal(squares, expected)
+    np.testing.assert_array_equal(squares != 0, np.any(np.asarray(sums) != 0, axis=1))
