@@ -48,8 +48,9 @@ def write(path, ratings):
 
 
 HUGE = ["9223372036854775807", "9" * 400]
-NO_INTEGERS = ["", " ", "abc", "nan", "inf", "1.5", "1e3", "4_5", "0x10", "-1", "-9", *HUGE]
-NO_NUMBERS = ["", "abc", "nan", "inf", "-inf", "1e999", "4_5", "0x1p3", "-1"]
+# One parser reads all flags of a kind: command_test.py has more of such values.
+NO_INTEGERS = ["", "abc", "nan", "1.5", "4_5", "-1", *HUGE]
+NO_NUMBERS = ["", "nan", "inf", "1e999", "4_5", "-1"]
 WRONG = {
     "staleness": [*NO_INTEGERS, "2"],
     "steps": [*NO_INTEGERS, "0"],

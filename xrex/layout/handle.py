@@ -66,7 +66,8 @@ class AsyncEmbContextHandle(Layout):
     def context_id(self) -> int:
         """A 63-bit digest of the layout, the same in every process.
 
-        For logs. Nothing is looked up by it, so equal digests cannot mix two layouts up.
+        For logs, as in `logging.info("table %016x", handle.context_id)`. Nothing is looked up by
+        it, so equal digests cannot mix two layouts up.
         """
         content = (
             self.table_axis,
