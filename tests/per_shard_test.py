@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import xrex
 from tests import layouts, oracle
-from tests.assertions import assert_same_bits, assert_same_bits_on_every_device
-from xrex import exchange
+from tests.assertions import assert_same_bits_on_every_device
 
 BFLOAT16 = ml_dtypes.bfloat16
 ORACLE_RULE = oracle.Adagrad(learning_rate=0.5, eps=1e-30, lazy=True)
@@ -152,22 +151,3 @@ def test_what_the_per_shard_functions_refuse(changes: Any, error: Any, message: 
         jax.eval_shape(
             jax.shard_map(body, mesh=handle.mesh, in_specs=(), out_specs=P(), check_vma=False)
         )
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("size", [1, 5, 64])
-def test_sums_and_flags_of_all_ranks(ranks: int, size: int) -> None:
-    rng = np.random.default_rng(ranks * 100 + size)
-    handle = layouts.line(ranks, tokens_per_batch=ranks, emb_width=ranks, num_unique=size)
-    values = rng.integers(0, 100, (ranks, size)).astype(np.float32)
-    flags = rng.random((ranks, size)) < 0.3
-
-    def body(values: jax.Array, flags: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return exchange.sum_and_any_over_ranks(handle, values[0], flags[0])
-
-    mapped = jax.shard_map(
-        body, mesh=handle.mesh, in_specs=(P("x"), P("x")), out_specs=P(), check_vma=False
-    )
-    total, any_flag = jax.jit(mapped)(values, flags)
-    assert_same_bits(total, values.sum(axis=0))
-    assert_same_bits(any_flag, flags.any(axis=0))

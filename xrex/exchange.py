@@ -5,7 +5,6 @@ per rank.
 """
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import api as kernels
 from xrex.layout.handle import AsyncEmbContextHandle
@@ -35,34 +34,6 @@ def sum_over_ranks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
     if not handle.table_axis:
         return x
     return jax.lax.psum(x, handle.table_axis)
-
-
-def sum_and_any_over_ranks(
-    handle: AsyncEmbContextHandle, x: jax.Array, flags: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of a float32 (n,), and whether a flag (n,) is set on some rank, in one all-reduce.
-
-    Flags travel as the digits of whole numbers, to a base above the number of ranks: sums of these
-    carry nothing over, and float32 holds them exactly.
-    """
-    if not handle.table_axis:
-        return x, flags
-    base, digits = handle.group_size + 1, flags_per_float(handle.group_size)
-    weights = jnp.asarray([base**digit for digit in range(digits)], jnp.int32)
-    size = flags.shape[0]
-    padded = jnp.pad(flags, (0, -size % digits)).reshape(-1, digits)
-    packed = jnp.sum(jnp.where(padded, weights[None, :], 0), axis=1).astype(jnp.float32)
-    total = sum_over_ranks(handle, jnp.concatenate([x, packed]))
-    counts = total[size:, None].astype(jnp.int32) // weights[None, :] % base
-    return total[:size], (counts > 0).reshape(-1)[:size]
-
-
-def flags_per_float(group_size: int) -> int:
-    """How many flags one float32 carries in `sum_and_any_over_ranks`."""
-    digits = 1
-    while (group_size + 1) ** (digits + 1) <= 2**24:
-        digits += 1
-    return digits
 
 
 def blocks_to_rows(blocks: jax.Array) -> jax.Array:

@@ -180,11 +180,9 @@ def apply_update(
     in_table = (unique >= 0) & (unique < vocab)
     segments = exchange.gather_tokens(handle, update.segment_ids)
     gradients, square_sums = _sum_gradients(handle, update.grads, segments, table.dtype)
-    has_gradient = square_sums != 0
     # Masked before the exchange: what has no row must count neither in the norm nor as an overflow.
-    square_sums = jnp.where(in_table, jnp.maximum(square_sums, 0.0), jnp.zeros((), jnp.float32))
-    # Whether a row is touched is told apart: square sums of small gradients underflow to zero.
-    square_sums, has_gradient = exchange.sum_and_any_over_ranks(handle, square_sums, has_gradient)
+    square_sums = jnp.where(in_table, square_sums, jnp.zeros((), jnp.float32))
+    square_sums, has_gradient = _sum_square_sums(handle, square_sums)
     norm = jnp.sqrt(jnp.sum(square_sums))
     valid = jnp.isfinite(norm) & is_finite(rule) & jnp.asarray(update.pending)
     touched = in_table & has_gradient & valid
@@ -196,6 +194,20 @@ def apply_update(
     kept = in_table.at[segments].get(mode="fill", fill_value=False)
     dropped = jnp.sum(~kept, dtype=jnp.int32)
     return table, state, UpdatePin(UpdateResult(norm, valid, dropped))
+
+
+def _sum_square_sums(
+    handle: AsyncEmbContextHandle, square_sums: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Each row's square sum over all ranks, and whether some rank has a sum that is not zero.
+
+    A rank whose squares underflow sends the smallest normal number for them: it is lost beside
+    larger ones, and a total of nothing else counts as zero.
+    """
+    smallest = jnp.finfo(jnp.float32).tiny
+    told = jnp.where(square_sums < 0, smallest, square_sums)
+    total = exchange.sum_over_ranks(handle, told)
+    return jnp.where(total <= handle.group_size * smallest, 0.0, total), total != 0
 
 
 def _sum_gradients(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrex.exchange import flags_per_float
 from xrex.layout.handle import AsyncEmbContextHandle
 
 
@@ -68,9 +67,7 @@ def plan_wire(
     peers = handle.group_size - 1
     ids = 4 * handle.tokens_per_rank
     rows = handle.tokens_per_rank * handle.shard_width * itemsize
-    # A square sum for each row, and packed flags of the rows that are touched.
-    flags = -(-handle.num_unique // flags_per_float(handle.group_size))
-    statistics = 4 * (handle.num_unique + flags)
+    statistics = 4 * handle.num_unique
     # An all-reduce scatters the sums and gathers them again, a part per rank each time.
     part = -(-statistics // handle.group_size)
     all_reduced = 2 * peers * statistics // handle.group_size
