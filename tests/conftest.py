@@ -19,6 +19,7 @@ import jax
 # Without a GPU the compiler's plugin is for compiling alone: no test may wait for its devices.
 if not os.path.exists("/dev/nvidiactl") and "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
+    jax.devices()  # Eight from here on, whatever a test asks for.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
