@@ -131,7 +131,7 @@ class Pipeline:
         state = self._in_place(state)
         batch = self._placed(batch)
         if self.config.staleness == 1:
-            lookup, update = self._start(batch.token_ids, state.table)
+            lookup, update = self._start_program()(batch.token_ids, state.table)
             state = state._replace(current_lookup=lookup, previous_update=update)
         self._check_trainable(state, batch)
         return state._replace(current_batch=batch)
@@ -205,11 +205,7 @@ class Pipeline:
         state, batch = self._release(state, "lower_step")
         if self.config.staleness == 1 and state.current_lookup is None:
             started = self._start_program().eval_shape(batch.token_ids, state.table)
-            shardings = (
-                state_placement.lookup_shardings(self.config.handle),
-                state_placement.update_shardings(self.config.handle),
-            )
-            lookup, update = _with_shardings(started, shardings)
+            lookup, update = _with_shardings(started, self._in_flight_shardings())
             state = state._replace(current_lookup=lookup, previous_update=update)
         program, arguments = self._step_program(state, batch, next_batch)
         return program.lower(*arguments)
@@ -229,16 +225,13 @@ class Pipeline:
                 error.add_note(f"Pass the saved {name} too, or a fresh one if that is meant.")
                 raise error
 
-    def _start(self, token_ids: jax.Array, table: jax.Array) -> Any:
-        return self._start_program()(token_ids, table)
+    def _in_flight_shardings(self) -> tuple[Any, Any]:
+        """Those of what `start` returns: a started lookup, and an update."""
+        handle = self.config.handle
+        return state_placement.lookup_shardings(handle), state_placement.update_shardings(handle)
 
     def _start_program(self) -> Any:
-        handle = self.config.handle
-        shardings = (
-            state_placement.lookup_shardings(handle),
-            state_placement.update_shardings(handle),
-        )
-        return self._program(train_step.start, shardings, donates=False)
+        return self._program(train_step.start, self._in_flight_shardings(), donates=False)
 
     def _step_program(
         self, state: PipelineState, batch: Batch, next_batch: Batch
