@@ -83,7 +83,7 @@ def test_a_failure_prints_the_smallest_layout_as_code(
 ) -> None:
     """With the rule on widths gone, that is two devices, one token each, and three columns."""
     kept = tuple(rule for rule in requirements.REQUIREMENTS if rule.name != "even_width")
-    monkeypatch.setattr(requirements, "RULES", kept)
+    monkeypatch.setattr(requirements, "REQUIREMENTS", kept)
     with pytest.raises(AssertionError) as error:
         compare("odd width", lambda _: None, derandomize=True, database=None)
     printed = "\n".join([str(error.value), *error.value.__notes__])

@@ -69,7 +69,15 @@ def test_nothing_depends_on_how_a_layout_is_written_down(
 def test_results_do_not_depend_on_the_number_of_ranks(tally: Tally, data: st.DataObject) -> None:
     def layout_of(ranks: int) -> Layout:
         mesh = Mesh(np.array(jax.devices()[:ranks]), ("x",))
-        return Layout(mesh, ("x",), ("x",), 8 * multiple, 8, num_unique, 8)
+        return Layout(
+            mesh,
+            ("x",),
+            data_axis=("x",),
+            tokens_per_batch=8 * multiple,
+            emb_width=8,
+            num_unique=num_unique,
+            num_devices_per_node=8,
+        )
 
     multiple = data.draw(st.integers(1, 2))
     num_unique = data.draw(st.sampled_from([8, 4]))
