@@ -69,7 +69,7 @@ def build(bazel: Bazel, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_lacks(result: subprocess.CompletedProcess[str], python: Path, missing: str) -> None:
-    """The build failed with one message: the interpreter, what it lacks, what mends it."""
+    """The build failed with one message: the interpreter, what it lacks, what to do about it."""
     lacks = f"{python} (Python {sys.version.split()[0]}) lacks: {missing}"
     assert result.returncode != 0
     assert re.search(rf"^{re.escape(lacks)}.*\.\n{MEND}$", result.stderr, re.M), result.stderr

@@ -86,7 +86,7 @@ def test_texts_to_the_letter(arguments: Any, changes: Any, message: str) -> None
         ((GRID,), {"tokens_per_batch": 18}, "tokens_per_batch=16 or tokens_per_batch=20"),
         ((GRID,), {"emb_width": 3}, "Use a multiple of 4: emb_width=4."),
         ((GRID, ("x", "x"), "x"), {}, "Name each axis once."),
-        ((GRID,), {"num_unique": 0}, "a Python integer of at least 1"),
+        ((GRID,), {"num_unique": 0}, "a Python integer from 1 to 2147483647"),
     ],
 )
 def test_advice_is_in_the_notes(arguments: Any, changes: Any, advice: str) -> None:
@@ -100,7 +100,7 @@ def test_following_the_advice_works() -> None:
 
 
 def test_the_first_broken_rule_is_the_one_reported() -> None:
-    """Each step mends what the one before complained of."""
+    """Each step changes what the one before complained of."""
     broken = {
         "table": ("x", "x", "z"),
         "data": ("x", "r"),
@@ -108,7 +108,7 @@ def test_the_first_broken_rule_is_the_one_reported() -> None:
         "tokens_per_batch": 18,
         "emb_width": 18,
     }
-    mended = [
+    remedies = [
         ("repeated_axis", {"table": ("x", "z")}),
         ("positive_sizes", {"num_unique": 1}),
         ("known_axes", {"table": ("r", "x"), "data": ("x",)}),
@@ -117,8 +117,8 @@ def test_the_first_broken_rule_is_the_one_reported() -> None:
         ("even_tokens", {"tokens_per_batch": 16}),
         ("even_width", {"emb_width": 16}),
     ]
-    assert [name for name, _ in mended] == [rule.name for rule in REQUIREMENTS]
-    for rule, (_, remedy) in zip(REQUIREMENTS, mended, strict=True):
+    assert [name for name, _ in remedies] == [rule.name for rule in REQUIREMENTS]
+    for rule, (_, remedy) in zip(REQUIREMENTS, remedies, strict=True):
         assert refusal(GRID, **broken).__notes__[0] == rule.why
         broken |= remedy
     make(GRID, **broken)
@@ -135,6 +135,12 @@ def test_an_axis_named_twice(axes: str) -> None:
 def test_sizes_are_positive_integers(name: str, value: Any) -> None:
     message = f"async_emb {name}={value!r} must be a positive integer"
     assert str(refusal(**{name: value})) == message
+
+
+@pytest.mark.parametrize("name", list(LAYOUT))
+def test_sizes_fit_in_int32(name: str) -> None:
+    message = f"async_emb {name}={2**31} must be at most {2**31 - 1}, as int32 positions are"
+    assert str(refusal(**{name: 2**31})) == message
 
 
 @pytest.mark.parametrize("value", [np.int32(16), np.uint8(16), np.int64(16)])

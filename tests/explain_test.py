@@ -53,6 +53,7 @@ def test_an_accepted_layout_has_a_plan_and_nothing_broken() -> None:
         ((GRID, ("x", "x"), "x"), {}, "repeated_axis", ["--table_axis=x"]),
         ((GRID,), {"num_unique": 0}, "positive_sizes", ["--num_unique=16"]),
         ((GRID,), {"emb_width": 16.0}, "positive_sizes", ["--emb_width=16"]),
+        ((GRID,), {"num_unique": 2**63}, "positive_sizes", ["--num_unique=16"]),
         ((GRID,), {"num_devices_per_node": None}, "positive_sizes", ["--num_devices_per_node=1"]),
         (
             (abstract(r=0, x=4),),
@@ -120,10 +121,10 @@ def test_a_change_of_several_arguments_mends_all_of_it() -> None:
     change = report.changes[0]
     assert change.flags == "--table_axis=x,r --tokens_per_batch=16 --emb_width=8"
     arguments = dict(change.arguments)
-    mended = explain(
+    changed = explain(
         GRID, arguments.pop("table_axis"), ("x", "r"), **{"num_unique": 16, **arguments}
     )
-    assert mended.accepted
+    assert changed.accepted
 
 
 def test_nothing_is_changed_for_nothing() -> None:

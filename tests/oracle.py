@@ -290,7 +290,7 @@ def train(
       rule: the parameters.
       table: (vocab, emb_width).
       state: the state.
-      batches: one array of ids a step.
+      batches: one array of ids per step.
       step: the dense model: `step(k, embeddings, carry)`, called in order of k.
       carry: what the first step gets.
       staleness: by how many updates more than one a lookup lags behind.

@@ -303,8 +303,8 @@ def test_devices_of_a_mesh_are_told_by_their_ids() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_unique": 65535}, "num_unique=65535 can overflow: a batch may hold 65536 distinct"),
-        ({"num_unique": 99, "vocab": 100}, "num_unique=99 can overflow: a batch may hold 100"),
+        ({"num_unique": 65535}, "A batch may hold 65536 distinct ids, and num_unique=65535"),
+        ({"num_unique": 99, "vocab": 100}, "A batch may hold 100 distinct ids, and num_unique=99"),
         ({"tokens_per_batch": 16 * 1023}, "(token ids 4092 bytes, segment ids 4092 bytes)"),
         ({"mesh": abstract(x=32), "emb_width": 32}, "state is larger than the table"),
         ({"mesh": abstract(x=8, r=2)}, "axes ('r',) shard neither columns nor tokens: 2 commun"),

@@ -801,3 +801,18 @@ def test_a_handle_without_devices_is_refused() -> None:
         with pytest.raises(ValueError, match="async_emb needs devices, and the handle's mesh") as e:
             call()
         assert "jax.make_mesh" in e.value.__notes__[0]
+
+
+@STALENESS
+def test_an_optimizer_may_keep_a_random_key(staleness: int) -> None:
+    optimizer = optax.GradientTransformation(
+        lambda params: jax.random.key(0),
+        lambda grads, key, params=None: (grads, jax.random.fold_in(key, 1)),
+    )
+    pipeline = pipeline_of(optimizer=optimizer, staleness=staleness)
+    batch = xrex.Batch(np.arange(4), np.ones((4, WIDTH), np.float32))
+    state, _ = train(pipeline, pipeline.init(zeros(), 0.0), [batch] * 3)
+    wanted = jax.random.key(0)
+    for _ in range(3):
+        wanted = jax.random.fold_in(wanted, 1)
+    assert_same_bits(jax.random.key_data(state.optimizer_state), jax.random.key_data(wanted))

@@ -37,7 +37,7 @@ def profile() -> str:
 def load_profile() -> None:
     """Registers Hypothesis' profiles and loads the one to use.
 
-    ci: 200 examples a property, the same in every run. dev: a few, other ones each time, and what
+    ci: 200 examples per property, the same in every run. dev: a few, other ones each time, and what
     failed before again. thorough: many, other ones each time.
     """
     settings.register_profile("ci", derandomize=True, max_examples=200, database=None, **_COMMON)

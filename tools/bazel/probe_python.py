@@ -19,7 +19,7 @@ from pathlib import Path
 
 OLDEST = (3, 11)
 MISSING = 3
-# More names than this would hide what the callers say next: the command that mends it.
+# More names than this would hide what the callers say next: the command that installs it.
 SHOWN = 8
 # The part of a requirements file's language that requirements.txt keeps to: an exact version, for
 # some Python versions. The `packaging` library may be among what is missing.

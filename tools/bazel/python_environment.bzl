@@ -63,7 +63,7 @@ if command -v {interpreter} >/dev/null; then
 else
   echo 'xrex found no Python:' {interpreter} 'is not there.' >&2
 fi
-echo 'Run:' {mend} >&2
+echo 'Run:' {remedy} >&2
 exit 1
 """
 
@@ -118,7 +118,7 @@ def _quoted(text):
     """A word of a shell's command line."""
     return "'%s'" % str(text).replace("'", "'\\''")
 
-def _mend(ctx, interpreter):
+def _remedy(ctx, interpreter):
     """The command that makes an environment with all that is needed."""
     if not ctx.attr.suite:
         return "%s -m pip install %s  (or set XREX_PYTHON to another Python, 3.11 or newer)" % (
@@ -147,7 +147,7 @@ def _python_environment_impl(ctx):
     ctx.file("python", _PYTHON.format(interpreter = _quoted(interpreter)), executable = True)
     ctx.file("check.sh", executable = True, content = _CHECK.format(
         interpreter = _quoted(interpreter),
-        mend = _quoted(_mend(ctx, interpreter)),
+        remedy = _quoted(_remedy(ctx, interpreter)),
         needed = needed,
     ))
     ctx.file("BUILD", _BUILD.format(interpreter = interpreter))

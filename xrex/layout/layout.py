@@ -17,6 +17,8 @@ AxisNames = str | Iterable[str]
 
 # A layout's sizes, in the order in which they are checked.
 SIZES = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
+# Positions are int32 on the devices.
+LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)

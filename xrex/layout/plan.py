@@ -118,7 +118,7 @@ def _warn_of_small_messages(plan: Plan) -> Iterator[str]:
     if small:
         sizes = ", ".join(f"{part.name} {part.message_bytes} bytes" for part in small)
         yield (
-            f"Messages under {SMALL_MESSAGE_BYTES // 1024} KB a peer cost their latency more than "
+            f"Messages under {SMALL_MESSAGE_BYTES // 1024} KB per peer cost their latency more than "
             f"their bytes ({sizes}): use more tokens per batch, or fewer ranks."
         )
 
@@ -143,8 +143,8 @@ def _warn_of_capacity(handle: AsyncEmbContextHandle, plan: Plan) -> Iterator[str
     )
     if handle.num_unique < most:
         yield (
-            f"num_unique={handle.num_unique} can overflow: a batch may hold {most} distinct ids, "
-            "and tokens that find no room get no gradient (they are counted as dropped)."
+            f"A batch may hold {most} distinct ids, and num_unique={handle.num_unique} has room for "
+            "fewer: tokens of the largest ids get no gradient, and are counted in `dropped`."
         )
 
 
@@ -154,7 +154,7 @@ def _warn_of_memory(memory: MemoryPlan) -> Iterator[str]:
     if memory.state > memory.table:
         yield (
             "The update rule's state is larger than the table on each rank, because it is not "
-            "sharded: fewer ranks a communicator would hold wider rows."
+            "sharded: fewer ranks per communicator would hold wider rows."
         )
     for capacity in memory.largest_vocab:
         if memory.total + memory.reserved > capacity.device_bytes:

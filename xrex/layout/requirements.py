@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from xrex.layout.layout import (
+    LARGEST_SIZE,
     SIZES,
     Layout,
     axis_size,
@@ -64,6 +65,8 @@ def _not_positive(layout: Layout) -> str | None:
         value = getattr(layout, name)
         if not is_positive_integer(value):
             return f"async_emb {name}={value!r} must be a positive integer"
+        if value > LARGEST_SIZE:
+            return f"async_emb {name}={value} must be at most {LARGEST_SIZE}, as int32 positions are"
     for axis, size in layout.mesh.shape.items():
         if size < 1:
             return f"async_emb mesh axis {axis!r} of size {size} must have a positive size"
@@ -169,10 +172,10 @@ def _name_once(layout: Layout) -> Iterator[Layout]:
 
 def _make_positive(layout: Layout) -> Iterator[Layout]:
     sizes: dict[str, Any] = {
-        name: value if is_positive_integer(value) else _nearest_positive(value)
+        name: min(value, LARGEST_SIZE) if is_positive_integer(value) else _nearest_positive(value)
         for name, value in ((name, getattr(layout, name)) for name in SIZES)
     }
-    if not is_positive_integer(layout.num_unique):
+    if not is_positive_integer(layout.num_unique) or layout.num_unique > LARGEST_SIZE:
         sizes["num_unique"] = sizes["tokens_per_batch"]  # Room for every id of any batch.
     empty = {axis: 1 for axis, size in layout.mesh.shape.items() if size < 1}
     yield replace(layout, mesh=resized(layout.mesh, empty) if empty else layout.mesh, **sizes)
@@ -180,7 +183,7 @@ def _make_positive(layout: Layout) -> Iterator[Layout]:
 
 def _nearest_positive(value: object) -> int:
     try:
-        return max(1, round(float(cast(Any, value))))
+        return min(max(1, round(float(cast(Any, value)))), LARGEST_SIZE)
     except (TypeError, ValueError, OverflowError):
         return 1
 
@@ -242,7 +245,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "positive_sizes",
         _not_positive,
         "A batch, a row, a capacity and a node each hold at least one of their kind.",
-        lambda layout: ("Pass a Python integer of at least 1.",),
+        lambda layout: (f"Pass a Python integer from 1 to {LARGEST_SIZE}.",),
         _make_positive,
     ),
     Requirement(

@@ -185,6 +185,8 @@ def _apply_dense(
 
 def _as_before(new: Any, old: jax.Array) -> jax.Array:
     """A leaf with the type that it had: an optimizer may return another, or a Python number."""
+    if jnp.issubdtype(old.dtype, jax.dtypes.extended):  # A random key.
+        return new
     return jnp.asarray(new).astype(old.dtype)
 
 
