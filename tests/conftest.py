@@ -1,5 +1,6 @@
 """What every test runs under: eight simulated devices, strict promotion, warnings as errors."""
 
+import gc
 import os
 
 # Before jax is imported; appended, so that flags of the caller's own stay.
@@ -23,6 +24,7 @@ if not os.path.exists("/dev/nvidiactl") and "JAX_PLATFORMS" not in os.environ:
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+from tests.quick_compiles import optimized, quick_compiles  # noqa: F401 (fixtures, found by names)
 from tests.suite_report import (  # noqa: F401 (hooks and a fixture, found by their names)
     pytest_configure,
     pytest_sessionfinish,
@@ -30,3 +32,7 @@ from tests.suite_report import (  # noqa: F401 (hooks and a fixture, found by th
     pytest_testnodedown,
     tally,
 )
+
+# What is imported by now stays: collections need not go through it again and again.
+gc.freeze()
+gc.set_threshold(20_000, 20, 50)

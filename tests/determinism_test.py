@@ -14,6 +14,8 @@ import xrex
 from tests import layouts, oracle
 from tests.assertions import assert_same_bits, assert_same_bits_on_every_device
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 BFLOAT16 = ml_dtypes.bfloat16
 RULE = xrex.RowwiseAdagrad(learning_rate=0.5, half_life_steps=3, weight_decay=0.01)
 

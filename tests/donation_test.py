@@ -24,6 +24,8 @@ from tests.donating_programs import (
     shapes_of,
 )
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 VOCAB = 100_000
 
 

@@ -122,16 +122,17 @@ def rebuilt(layout: Layout) -> Layout:
     return replace(layout, mesh=Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
 
-def check_lookup(draw: Draw, layout: Layout) -> None:
-    """A lookup is the table's rows bit for bit, on every device."""
+def check_lookup(draw: Draw, layout: Layout, trials: int = 1) -> None:
+    """Lookups are the table's rows bit for bit, on every device."""
     policy = draw(st.sampled_from(strategies.POLICIES))
-    ids = draw(strategies.id_streams(layout.tokens_per_batch, layout.group_size))
-    table = draw(strategies.tables_of_any_bits(layout.emb_width))
-    rows = look_up(_handle(layout, policy), ids, table)
-    right = oracle.lookup(table, ids, policy)
-    if _is_moved_by_jax(layout):
-        right, rows = (jax.tree.map(_quiet, array) for array in (right, rows))
-    assert_same_bits_on_every_device(rows, right, "embeddings")
+    for _ in range(trials):
+        ids = draw(strategies.id_streams(layout.tokens_per_batch, layout.group_size))
+        table = draw(strategies.tables_of_any_bits(layout.emb_width))
+        rows = look_up(_handle(layout, policy), ids, table)
+        right = oracle.lookup(table, ids, policy)
+        if _is_moved_by_jax(layout):
+            right, rows = (jax.tree.map(_quiet, array) for array in (right, rows))
+        assert_same_bits_on_every_device(rows, right, "embeddings")
 
 
 def _is_moved_by_jax(layout: Layout) -> bool:
@@ -173,7 +174,9 @@ def check_exact_updates(
         trial.check_steps(steps, trial.expect(handle, rule, attempt, steps), exact=True)
 
 
-def check_random_updates(draw: Draw, layout: Layout, trials: int = 1) -> None:
+def check_random_updates(
+    draw: Draw, layout: Layout, step: Any = trial.jitted_step, trials: int = 1
+) -> None:
     """Two updates on random floats are the oracle's up to their last bits; copies are equal."""
     policy = draw(st.sampled_from(strategies.POLICIES))
     rule = draw(st.sampled_from(DECAYING_RULES))
@@ -181,7 +184,7 @@ def check_random_updates(draw: Draw, layout: Layout, trials: int = 1) -> None:
     handle = _handle(layout, policy)
     for _ in range(trials):
         attempt = draw(strategies.random_trials(layout, policy=policy, dtypes=dtypes))
-        steps = trial.run(handle, rule, attempt)
+        steps = trial.run(handle, rule, attempt, step)
         trial.check_steps(steps, trial.expect(handle, rule, attempt, steps), exact=False)
 
 

@@ -312,6 +312,7 @@ def test_optax_optimizers_train(optimizer: Any) -> None:
     assert losses[-1] < 0.1 * losses[0], losses
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", [np.float32, oracle.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_step_holds_no_second_table(staleness: int, dtype: Any) -> None:

@@ -23,6 +23,8 @@ from tests import layouts
 from xrex.layout.plan import Plan, plan_layout
 from xrex.training import step as train_step
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 DTYPES = (jnp.bfloat16, jnp.float32)
 WITHIN = 0.1
 # Each layout, each dtype and both kinds of state, but not all products of them.

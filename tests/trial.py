@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 import xrex
 from tests import oracle
 from tests.assertions import assert_same_bits_on_every_device, assert_ulps
+from tests.quick_compiles import OPTIMIZED, QUICK
 from xrex import placement
 from xrex.layout.layout import Layout
 
@@ -88,12 +89,9 @@ def jit_by_handle(function: Callable[..., Any], **options: Any) -> Callable[...,
     return lambda handle, *arguments: jitted(handle)(*arguments)
 
 
-jitted_step = jit_by_handle(training_step)
-# For results that are the same however they are compiled: in a third of the time.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-if jax.__version_info__ < (0, 11):
-    _QUICK["xla_cpu_use_fusion_emitters"] = False
-quick_step = jit_by_handle(training_step, compiler_options=_QUICK)
+jitted_step = jit_by_handle(training_step, compiler_options=OPTIMIZED)
+# For results that are the same however they are compiled.
+quick_step = jit_by_handle(training_step, compiler_options=QUICK)
 
 
 def run(

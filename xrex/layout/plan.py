@@ -118,8 +118,8 @@ def _warn_of_small_messages(plan: Plan) -> Iterator[str]:
     if small:
         sizes = ", ".join(f"{part.name} {part.message_bytes} bytes" for part in small)
         yield (
-            f"Messages under {SMALL_MESSAGE_BYTES // 1024} KB per peer cost their latency more than "
-            f"their bytes ({sizes}): use more tokens per batch, or fewer ranks."
+            f"Messages under {SMALL_MESSAGE_BYTES // 1024} KB per peer cost their latency more "
+            f"than their bytes ({sizes}): use more tokens per batch, or fewer ranks."
         )
 
 
@@ -143,8 +143,8 @@ def _warn_of_capacity(handle: AsyncEmbContextHandle, plan: Plan) -> Iterator[str
     )
     if handle.num_unique < most:
         yield (
-            f"A batch may hold {most} distinct ids, and num_unique={handle.num_unique} has room for "
-            "fewer: tokens of the largest ids get no gradient, and are counted in `dropped`."
+            f"A batch may hold {most} distinct ids, and num_unique={handle.num_unique} has room "
+            "for fewer: tokens of the largest ids get no gradient, and are counted in `dropped`."
         )
 
 

@@ -66,7 +66,9 @@ def _not_positive(layout: Layout) -> str | None:
         if not is_positive_integer(value):
             return f"async_emb {name}={value!r} must be a positive integer"
         if value > LARGEST_SIZE:
-            return f"async_emb {name}={value} must be at most {LARGEST_SIZE}, as int32 positions are"
+            return (
+                f"async_emb {name}={value} must be at most {LARGEST_SIZE}, as int32 positions are"
+            )
     for axis, size in layout.mesh.shape.items():
         if size < 1:
             return f"async_emb mesh axis {axis!r} of size {size} must have a positive size"

@@ -1,0 +1,49 @@
+"""Most of the suite's time is XLA's: what it compiles for CPUs, it compiles in less of it.
+
+Results are those of fewer optimisations. A test whose subject is what the compiler makes of a
+program, such as the memory that it takes, asks for a user's compilation by its fixtures:
+`pytestmark = pytest.mark.usefixtures("optimized")`. With XREX_OPTIMIZED=1 all do.
+"""
+
+import os
+from typing import Any
+
+import jax
+import pytest
+from jax._src import compiler
+
+# In a third of the time with JAX 0.10, in two thirds of it with 0.12.
+QUICK: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+# What users get, for a program of a test that compiles quickly.
+OPTIMIZED: dict[str, Any] = {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+    OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
+
+# There is no public place for options of all programs of one platform.
+_get_compile_options = compiler.get_compile_options
+
+
+def _get_quick_options(*arguments: Any, **named: Any) -> Any:
+    backend = named.get("backend")
+    if backend is not None and backend.platform == "cpu":
+        named["env_options_overrides"] = QUICK | dict(named.get("env_options_overrides") or {})
+    return _get_compile_options(*arguments, **named)
+
+
+@pytest.fixture
+def optimized() -> None:
+    """A test that asks for it compiles as a user does."""
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other compiles its programs quickly."""
+    if os.environ.get("XREX_OPTIMIZED") != "1" and "optimized" not in request.fixturenames:
+        monkeypatch.setattr(compiler, "get_compile_options", _get_quick_options)
