@@ -96,6 +96,10 @@ LATER = {
 }
 
 
+LEFT_OUT = ("call_left_out", "last_call_left_out")
+COUNT = 3  # processes: more than one sees what another did wrong
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -103,7 +107,7 @@ def _free_port() -> int:
         return port
 
 
-def _run_all(cases: list[str], count: int = 2, **variables: str) -> list[dict[str, Any]]:
+def _run_all(cases: list[str], count: int = 2) -> list[dict[str, Any]]:
     """Runs the cases in `count` new processes; returns what each saw, by case."""
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={LOCAL_DEVICES}",
@@ -115,7 +119,7 @@ def _run_all(cases: list[str], count: int = 2, **variables: str) -> list[dict[st
         subprocess.Popen(
             [sys.executable, "tests/pmap_worker.py", ",".join(cases), port, str(count), str(rank)],
             cwd=ROOT,
-            env=environment | variables,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -135,13 +139,16 @@ def _run_all(cases: list[str], count: int = 2, **variables: str) -> list[dict[st
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
     """All cases in two processes, in one run."""
-    return _run_all([*VALUES, *ERRORS, *LATER, "other_order"])
+    return _run_all([*VALUES, *ERRORS, "other_order"])
 
 
 @pytest.fixture(scope="module")
 def seen_by_three() -> list[dict[str, Any]]:
-    """The cases of later calls in three processes, in one run."""
-    return _run_all([*LATER], count=3)
+    """The cases of later calls in three processes, in one run.
+
+    Last those in which one leaves a call out: it takes them seconds to tell.
+    """
+    return _run_all([*LATER, *LEFT_OUT], count=COUNT)
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -167,21 +174,17 @@ def test_the_rejected_process_gets_its_own_error(seen: list[dict[str, Any]]) -> 
         assert "Process 1 rejected call 1 of __main__._share" in wrong["notes"][-1]
 
 
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", LATER)
-def test_a_later_call_is_an_error_on_all(
-    request: pytest.FixtureRequest, case: str, count: int
-) -> None:
+def test_a_later_call_is_an_error_on_all(seen_by_three: list[dict[str, Any]], case: str) -> None:
     """Within seconds, and the processes can still work together."""
-    results = request.getfixturevalue("seen" if count == 2 else "seen_by_three")
-    assert len(results) == count
-    others = "process 1" if count == 2 else "processes 1, 2"
-    for rank, result in enumerate(results):
+    assert len(seen_by_three) == COUNT
+    for rank, result in enumerate(seen_by_three):
         first, error, last = result[case]["value"]
         assert first == last
         assert error["seconds"] < 10
         expected = LATER[case][min(rank, len(LATER[case]) - 1)]
-        assert expected.replace("{0}", str(2 * count)).replace("{1}", others) in error["text"]
+        told = expected.replace("{0}", str(LOCAL_DEVICES * COUNT))
+        assert told.replace("{1}", "processes 1, 2") in error["text"]
 
 
 def test_functions_in_another_order(seen: list[dict[str, Any]]) -> None:
@@ -198,18 +201,15 @@ def test_global_and_local_sizes_are_explained(seen: list[dict[str, Any]]) -> Non
         assert "this process passed 2 entries, so 2 processes pass 4 together" in notes
 
 
-def test_a_call_left_out_is_an_error_on_the_others() -> None:
+def test_a_call_left_out_is_an_error_on_the_others(seen_by_three: list[dict[str, Any]]) -> None:
     """It names the process that did not come, which gets one as well when it comes after all."""
-    cases = ["call_left_out", "last_call_left_out"]
-    count = 3
-    results = _run_all(cases, count, XREX_PMAP_SECONDS="2")
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(seen_by_three):
         error, last = result["call_left_out"]["value"]
         assert error["error"] == "TimeoutError"
         text = "process 1 did not come to call 2 of __main__._share within 2 s, and process "
         assert text in error["text"]
         assert "XREX_PMAP_SECONDS" in error["notes"][-1]
-        assert last == pytest.approx(_shares(rank, count))
+        assert last == pytest.approx(_shares(rank, COUNT))
         assert error["seconds"] < 10
         if rank == 1:
             assert result["last_call_left_out"] == {"value": None}

@@ -5,12 +5,13 @@ LOCAL_DEVICES devices set in XLA_FLAGS. The last line of the output is a JSON ob
 case its value, or the error, its notes and the seconds until it came.
 """
 
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -316,9 +317,10 @@ def call_left_out(rank: int) -> Any:
     """Process 1 leaves the second call out. The third is the others' third and its second."""
     mapped = pmap(_share, "i")
     mapped(_local(rank))
-    if rank == 1:
-        time.sleep(1.5 * float(os.environ["XREX_PMAP_SECONDS"]))
-    seen = [_run(lambda rank: _values(mapped(_local(rank))), rank)]
+    with _deadline("2"):
+        if rank == 1:
+            time.sleep(3)
+        seen = [_run(lambda rank: _values(mapped(_local(rank))), rank)]
     return [*seen, _values(mapped(_local(rank)))]
 
 
@@ -326,20 +328,27 @@ def last_call_left_out(rank: int) -> Any:
     """Process 1 goes on to its end without the second call."""
     mapped = pmap(_share, "i")
     mapped(_local(rank))
-    return _values(mapped(_local(rank))) if rank != 1 else None
+    with _deadline("2"):
+        return _values(mapped(_local(rank))) if rank != 1 else None
 
 
 def wrong_deadline(rank: int) -> Any:
     """A deadline that process 1 cannot read."""
-    kept = os.environ.get("XREX_PMAP_SECONDS")
-    if rank:
-        os.environ["XREX_PMAP_SECONDS"] = "soon"
-    try:
+    with _deadline("soon" if rank else None):
         return _values(pmap(_share, "i")(_local(rank)))
+
+
+@contextlib.contextmanager
+def _deadline(seconds: str | None) -> Iterator[None]:
+    """How long calls inside wait for the others; None leaves that as it is."""
+    kept = os.environ.get("XREX_PMAP_SECONDS")
+    if seconds is not None:
+        os.environ["XREX_PMAP_SECONDS"] = seconds
+    try:
+        yield
     finally:
-        if kept is None:
-            os.environ.pop("XREX_PMAP_SECONDS", None)
-        else:
+        os.environ.pop("XREX_PMAP_SECONDS", None)
+        if kept is not None:
             os.environ["XREX_PMAP_SECONDS"] = kept
 
 

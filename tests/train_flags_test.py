@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
+from tools.recommender import experiment
 from tools.recommender.config import Experiment, SyntheticConfig, TrainConfig
+from tools.recommender.training import StepReport
 from tools.train import COMMAND, main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,11 +22,33 @@ SHORT = ("--data=synthetic", "--examples=200", "--users=9", "--items=9", "--batc
 SMALL = ("--batch_size=64", "--emb_width=8", "--steps=2", "--devices=1", "--staleness=0")
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Optax' Adam raises a float to an integer power, which strict promotion refuses."""
+@pytest.fixture(scope="module", autouse=True)
+def _training():
+    """Optax' Adam raises a float to an integer power, which strict promotion refuses.
+
+    Programs are compiled without most optimizations: they run for less time than those take.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_dtype_promotion("standard"):
         yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def nothing_is_learned(monkeypatch):
+    """Leaves training and prediction out of a run: what it tells of its data is the same."""
+
+    def train_with_bar(console, trainer, data, config):
+        console.print("training")
+        return trainer, [StepReport(1, 0.5, 0, 0, 1.0)]
+
+    def score_test_part(trained, baseline, data):
+        scores = np.arange(len(data.labels) - data.train_size, dtype=np.float64)
+        return {"model": scores, "biases": scores}
+
+    monkeypatch.setattr(experiment, "train_with_bar", train_with_bar)
+    monkeypatch.setattr(experiment, "score_test_part", score_test_part)
 
 
 @pytest.fixture
@@ -154,13 +179,20 @@ def test_too_little_of_one_class_is_told_before_any_training(
     assert err.count("\n") == 1
 
 
-def test_a_fold_of_one_class_leaves_the_baseline_the_others(run):
-    write(Path("ratings.csv"), ALL_CLICKS)
-    status, out, err = run("--data=ratings.csv", *SMALL)
+def test_a_whole_run_prints_names_as_they_are_and_has_the_folds_of_both_classes(run):
+    """The one run here that trains."""
+    data, out = "[new] data/r.csv", "[exp] out"
+    write(Path(data), ALL_CLICKS)
+    status, printed, err = run(f"--data={data}", f"--out={out}", *SMALL)
     assert (status, err) == (0, "")
-    assert "only 2 of 3 validation folds have both clicks and non-clicks; those choose" in out
-    metrics = json.loads(Path("out/metrics.json").read_text())
-    assert metrics["baseline_folds"] == 2
+    assert "only 2 of 3 validation folds have both clicks and non-clicks; those choose" in printed
+    assert printed.startswith(f"{data}: 4,500 examples to train on, 500 to test\n")
+    assert "2/2" in printed
+    assert f"{data} on 1 devices:\n" in printed
+    assert printed.endswith(f"wrote {out}/metrics.json and {out}/training.png\n")
+    metrics = json.loads((Path(out) / "metrics.json").read_text())
+    assert (metrics["data"], metrics["baseline_folds"], metrics["steps"]) == (data, 2, 2)
+    assert metrics["click_rating"] == 4
 
 
 @pytest.mark.parametrize(
@@ -171,6 +203,7 @@ def test_a_fold_of_one_class_leaves_the_baseline_the_others(run):
         ([1 + i * 7 % 5 for i in range(200)], ["--click_rating=4.5"], 4.5, 0.2),
     ],
 )
+@pytest.mark.usefixtures("nothing_is_learned")
 def test_what_counts_as_a_click_is_told(run, ratings, flags, least, share):
     write(Path("ratings.csv"), ratings)
     status, out, err = run("--data=ratings.csv", *SMALL, *flags)
@@ -191,11 +224,11 @@ def test_help_says_what_counts_as_a_click(run):
 @pytest.mark.parametrize(
     ("data", "out"),
     [
-        ("[new] data/r.csv", "[exp] out"),
         ("[bold]x[/bold] :smile:.csv", "$a_1$ [/] out"),
         ("[/red] {0} %s " + "long " * 20 + ".csv", "\\[out] " * 10),
     ],
 )
+@pytest.mark.usefixtures("nothing_is_learned")
 def test_names_are_printed_as_they_are(run, data, out):
     write(Path(data), [1 + i * 7 % 5 for i in range(200)])
     status, printed, err = run(f"--data={data}", f"--out={out}", *SMALL)
