@@ -55,11 +55,14 @@ class SegmentSum(NamedTuple):
     tuning: SegmentSumTuning | None
 
 
+THOROUGH = os.environ.get("XREX_PROFILE") == "thorough"
+
+
 def rows() -> st.SearchStrategy[tuple[int, str]]:
     """Width and type of rows that the kernels take: multiples of 16 bytes."""
-    return st.tuples(st.integers(1, 20), st.sampled_from([(8, "bfloat16"), (4, "float32")])).map(
-        lambda drawn: (drawn[0] * drawn[1][0], drawn[1][1])
-    )
+    return st.tuples(
+        st.integers(1, 20 if THOROUGH else 8), st.sampled_from([(8, "bfloat16"), (4, "float32")])
+    ).map(lambda drawn: (drawn[0] * drawn[1][0], drawn[1][1]))
 
 
 _GATHER_SHAPES = st.builds(
@@ -89,7 +92,7 @@ def _drawn(shapes: st.SearchStrategy[Any]) -> tuple[Any, ...]:
     found = []
 
     @settings(
-        max_examples=40 if os.environ.get("XREX_PROFILE") == "thorough" else 6,
+        max_examples=40 if THOROUGH else 3,
         derandomize=True,
         database=None,
         deadline=None,
