@@ -181,6 +181,7 @@ def test_a_finished_run_goes_on(staleness: int) -> None:
         first.dense_params,
         rule_state=first.rule_state,
         optimizer_state=first.optimizer_state,
+        step=first.step,
     )
     state, _ = run(pipeline, resumed, batches[3:])
     halves = expected(batches[:3], staleness)

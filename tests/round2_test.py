@@ -122,6 +122,7 @@ def test_tables_parameters_and_states_may_be_written_to(as_array: Any, devices: 
         as_array(params),
         rule_state=fresh.rule_state._replace(accumulator=as_array(arrays["accumulator"])),
         optimizer_state=jax.tree.map(lambda _: as_array(arrays["momentum"]), fresh.optimizer_state),
+        step=0,
     )
     for array in arrays.values():
         array[...] = 7
@@ -816,3 +817,75 @@ def test_an_optimizer_may_keep_a_random_key(staleness: int) -> None:
     for _ in range(3):
         wanted = jax.random.fold_in(wanted, 1)
     assert_same_bits(jax.random.key_data(state.optimizer_state), jax.random.key_data(wanted))
+
+
+@pytest.mark.parametrize("name", ["rule_state", "optimizer_state"])
+def test_a_restart_without_its_step_is_refused(name: str) -> None:
+    pipeline = pipeline_of()
+    state = pipeline.init(zeros(), 0.0)
+    with pytest.raises(ValueError, match=f"{name} goes on with a run, and step is missing"):
+        pipeline.init(zeros(), 0.0, **{name: getattr(state, name)})
+
+
+def test_a_table_of_one_device_stays_the_callers() -> None:
+    """It is where the state's table lies, and could be donated."""
+    pipeline = pipeline_of(devices=1)
+    batch = xrex.Batch(np.arange(4), np.ones((4, WIDTH), np.float32))
+    fresh = pipeline.init(zeros(), 0.0)
+    saved = jax.tree.map(jnp.copy, fresh)
+    state = pipeline.init(
+        saved.table,
+        saved.dense_params,
+        rule_state=saved.rule_state,
+        optimizer_state=saved.optimizer_state,
+        step=saved.step,
+    )
+    train(pipeline, state, [batch] * 2)
+    for leaf, first in zip(jax.tree.leaves(saved), jax.tree.leaves(fresh), strict=True):
+        assert_same_bits(leaf, first)
+
+
+@STALENESS
+def test_a_state_of_another_staleness_is_refused_while_a_batch_is_held(staleness: int) -> None:
+    of_run, other = pipeline_of(staleness=staleness), pipeline_of(staleness=1 - staleness)
+    batch = xrex.Batch(np.arange(4), np.ones((4, WIDTH), np.float32))
+    state = of_run.start(of_run.init(zeros(), 0.0), batch)
+    text = f"the state is of a run with staleness={staleness}, and the pipeline has"
+    for call in (lambda: other.step(state, batch), lambda: other.finish(state)):
+        with pytest.raises(ValueError, match=text):
+            call()
+    idle, _ = of_run.finish(state)
+    train(other, idle, [batch])
+
+
+def test_an_optimizer_may_name_the_extra_arguments_that_it_takes() -> None:
+    seen = []
+
+    def update(grads: Any, state: Any, params: Any = None, *, value: Any, grad: Any) -> Any:
+        seen.append((value, grad))
+        return grads, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    pipeline = pipeline_of(optimizer=optimizer)
+    batch = xrex.Batch(np.arange(4), np.ones((4, WIDTH), np.float32))
+    train(pipeline, pipeline.init(zeros(), 0.0), [batch])
+    assert seen
+
+
+def test_a_clock_and_a_step_may_be_numbers_of_any_type() -> None:
+    pipeline = pipeline_of()
+    state = pipeline.init(zeros(), 0.0)
+    batch = xrex.Batch(np.arange(4), np.ones((4, WIDTH), np.float32))
+    state = state._replace(
+        rule_state=state.rule_state._replace(clock=300), step=jnp.asarray(255, jnp.uint8)
+    )
+    state, _ = train(pipeline, state, [batch] * 2)
+    assert (int(state.step), int(state.rule_state.clock)) == (257, 302)
+
+
+def test_distinct_ids_compare_as_an_array_does() -> None:
+    tokens = xrex.compress_token_ids(handle_of(4), np.array([5, 2, 5, 9]), VOCAB)
+    assert (tokens.unique_tokens == VOCAB).tolist() == [False, False, True, True]
+    assert (tokens.unique_tokens != VOCAB).tolist() == [True, True, False, False]
+    assert (tokens.unique_tokens < VOCAB).tolist() == [True, True, False, False]
+    assert (tokens.unique_tokens == tokens.unique_tokens).all()

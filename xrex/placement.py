@@ -57,7 +57,9 @@ def state_specs(handle: AsyncEmbContextHandle, state: Any) -> Any:
     A leaf of two dimensions is a slot table, sharded like the table; every other leaf (one value a
     row, a clock) is replicated.
     """
-    return jax.tree.map(lambda leaf: table_spec(handle) if leaf.ndim == 2 else REPLICATED, state)
+    return jax.tree.map(
+        lambda leaf: table_spec(handle) if np.ndim(leaf) == 2 else REPLICATED, state
+    )
 
 
 def shard_map(
@@ -147,6 +149,13 @@ def _may_be_numpys(leaf: jax.Array) -> bool:
         return False
     devices: list[Any] = list(leaf.sharding.device_set)
     return len(devices) == 1 and devices[0].platform == "cpu"
+
+
+def unless_numpys(leaf: Any) -> Any:
+    """The leaf; as NumPy's, which is copied later, where it may be an array of NumPy's memory."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
+        return leaf
+    return np.asarray(leaf) if _may_be_numpys(leaf) else leaf
 
 
 def constrain(handle: AsyncEmbContextHandle, x: jax.Array, spec: P) -> jax.Array:

@@ -15,7 +15,7 @@ from xrex.layout.handle import AsyncEmbContextHandle
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UniqueTokens:
     """The distinct ids of a batch, and the table that they were found for.
 
@@ -49,6 +49,30 @@ class UniqueTokens:
         """Some of the ids."""
         return self.ids[index]
 
+    def __eq__(self, other: object) -> Any:
+        """Where the ids equal others, as of an array."""
+        return self.ids == _ids_of(other)
+
+    def __ne__(self, other: object) -> Any:
+        """Where the ids differ from others."""
+        return self.ids != _ids_of(other)
+
+    def __lt__(self, other: Any) -> jax.Array:
+        """Where the ids are below others."""
+        return self.ids < _ids_of(other)
+
+    def __le__(self, other: Any) -> jax.Array:
+        """Where the ids are at most others."""
+        return self.ids <= _ids_of(other)
+
+    def __gt__(self, other: Any) -> jax.Array:
+        """Where the ids are above others."""
+        return self.ids > _ids_of(other)
+
+    def __ge__(self, other: Any) -> jax.Array:
+        """Where the ids are at least others."""
+        return self.ids >= _ids_of(other)
+
     def __len__(self) -> int:
         """The capacity."""
         return len(self.ids)
@@ -56,6 +80,10 @@ class UniqueTokens:
     def __iter__(self) -> Iterator[jax.Array]:
         """The ids, one after the other."""
         return iter(self.ids)
+
+
+def _ids_of(other: Any) -> Any:
+    return other.ids if isinstance(other, UniqueTokens) else other
 
 
 class CompressedTokens(NamedTuple):

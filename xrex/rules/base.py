@@ -87,12 +87,13 @@ def check_state(rule: UpdateRule, state: Any, vocab: int, columns: int) -> None:
         )
     for name, leaf in wanted.items():
         shape = (vocab, columns) if len(leaf.shape) == 2 else leaf.shape
-        if found[name].shape != shape:
+        if jnp.shape(found[name]) != shape:
             raise ValueError(
-                f"async_emb state{name} has shape {found[name].shape}, and must have {shape}"
+                f"async_emb state{name} has shape {jnp.shape(found[name])}, and must have {shape}"
             )
-        if found[name].dtype != leaf.dtype:
-            raise TypeError(f"async_emb state{name} must be {leaf.dtype}, not {found[name].dtype}")
+        dtype = jnp.result_type(found[name])  # Of a Python number too, such as a saved clock.
+        if dtype != leaf.dtype:
+            raise TypeError(f"async_emb state{name} must be {leaf.dtype}, not {dtype}")
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

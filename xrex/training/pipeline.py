@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xrex import placement
 from xrex.checks import INT32, check_devices, check_table, check_vocab
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.layout.layout import is_positive_integer
@@ -86,11 +87,12 @@ class Pipeline:
             yet are replicated. Those that are no floating-point numbers are left alone.
           rule_state: to go on from, copied or taken over like the table; a fresh one where None.
           optimizer_state: to go on from, copied; a fresh one where None.
-          step: batches trained so far, which schedules of the rule count; 0 where None.
+          step: batches trained so far, which schedules of the rule count; goes with the two states,
+            and is 0 where there are none.
 
         Raises:
           ValueError: the table's shape is not (vocab, emb_width); a state is not the rule's; `step`
-            is given and a state that goes with it is not.
+            is given and a state that goes with it is not, or the other way round.
           TypeError: the table is neither bfloat16 nor float32; a dense leaf is no array.
         """
         handle, vocab = self.config.handle, self.config.vocab
@@ -104,8 +106,10 @@ class Pipeline:
         rule = self.config.rule_at(jnp.zeros((), jnp.int32))
         count: Any = np.int32(0) if step is None else step
         fresh = PipelineState(array, rule_state, dense_params, optimizer_state, count)
-        if step is not None:
-            self._check_goes_on(fresh, rule)
+        self._check_goes_on(fresh, rule, counted=step is not None)
+        # Not the caller's: what the first step donates, and NumPy's memory in a JAX array.
+        fresh = jax.tree.map(placement.unless_numpys, fresh)._replace(step=np.int32(count))
+        rule_state = fresh.rule_state
         if rule_state is None:
             fresh = fresh._replace(rule_state=rule.init(vocab))
         check_state(rule, fresh.rule_state, vocab, handle.emb_width)
@@ -210,8 +214,15 @@ class Pipeline:
         program, arguments = self._step_program(state, batch, next_batch)
         return program.lower(*arguments)
 
-    def _check_goes_on(self, state: PipelineState, rule: Any) -> None:
-        """Raises for a step that is none, or comes without the states that counted up to it."""
+    def _check_goes_on(self, state: PipelineState, rule: Any, *, counted: bool) -> None:
+        """Raises unless a step comes with the states that counted up to it, and they with it."""
+        if not counted:
+            for name in ("rule_state", "optimizer_state"):
+                if getattr(state, name) is not None:
+                    error = ValueError(f"{name} goes on with a run, and step is missing")
+                    error.add_note("Pass the saved step too: schedules of the rule count it.")
+                    raise error
+            return
         count = np.asarray(state.step)
         if count.shape or count.dtype.kind not in "iu" or not 0 <= count <= INT32.max:
             raise ValueError(f"step={state.step!r} must be a non-negative integer")
@@ -286,9 +297,22 @@ class Pipeline:
         if state.current_batch is None:
             raise ValueError(f"the pipeline holds no batch: call start before {call}")
         batch = state.current_batch
+        self._check_in_flight(state)
         if not all(map(_is_settled, jax.tree.leaves(batch))):
             batch = self._placed(batch)
         return self._in_place(state._replace(current_batch=None)), batch
+
+    def _check_in_flight(self, state: PipelineState) -> None:
+        """Raises for a state of a run with another staleness: its update would be lost."""
+        deferred = state.previous_update is not None
+        traced = isinstance(state.step, jax.ShapeDtypeStruct)
+        if deferred != (self.config.staleness == 1) and not traced:
+            error = ValueError(
+                f"the state is of a run with staleness={int(deferred)}, and the pipeline has "
+                f"staleness={self.config.staleness}"
+            )
+            error.add_note("Call finish of a pipeline with the run's staleness first.")
+            raise error
 
     def _placed(self, batch: Batch) -> Batch:
         """The batch with its ids checked, copied to the mesh."""

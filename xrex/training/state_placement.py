@@ -117,8 +117,10 @@ def _put(leaf: Any, wanted: Any) -> Any:
 
 
 def _as_step(step: Any) -> Any:
-    if isinstance(step, jax.Array | jax.ShapeDtypeStruct):
+    if isinstance(step, jax.ShapeDtypeStruct) or _is_traced(step):
         return step
+    if isinstance(step, jax.Array):
+        return step if step.dtype == jnp.int32 else step.astype(jnp.int32)
     return jnp.asarray(step, jnp.int32)
 
 

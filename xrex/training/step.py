@@ -192,10 +192,11 @@ def _as_before(new: Any, old: jax.Array) -> jax.Array:
 
 def _extra(config: StepConfig, gradients: Gradients, value_fn: Any) -> dict[str, Any]:
     """What optax's transformations with extra arguments may ask for, such as `value`."""
+    known = {"value": gradients.loss, "grad": gradients.dense, "value_fn": value_fn}
     parameters = inspect.signature(config.dense_optimizer.update).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return {"value": gradients.loss, "grad": gradients.dense, "value_fn": value_fn}
-    return {"value": gradients.loss} if any(p.name == "value" for p in parameters) else {}
+        return known
+    return {p.name: known[p.name] for p in parameters if p.name in known}
 
 
 def _sums_are_finite(rows: jax.Array, segment_ids: jax.Array) -> jax.Array:
