@@ -889,3 +889,20 @@ def test_distinct_ids_compare_as_an_array_does() -> None:
     assert (tokens.unique_tokens != VOCAB).tolist() == [True, True, False, False]
     assert (tokens.unique_tokens < VOCAB).tolist() == [True, True, False, False]
     assert (tokens.unique_tokens == tokens.unique_tokens).all()
+
+
+@pytest.mark.parametrize("large", [np.array([2**40]), 2**40, 2**70])
+def test_an_integer_that_does_not_fit_is_named(large: Any) -> None:
+    with pytest.raises(ValueError, match=r"dense_params\['seen'\] has the value 1"):
+        pipeline_of().init(zeros(), {"w": 0.0, "seen": large})
+
+
+def test_what_is_named_as_no_examples_is_on_every_device() -> None:
+    pipeline = pipeline_of(
+        lambda params, rows, inputs: jnp.sum(rows * inputs["labels"]) + params,
+        per_example={"labels": True, "table": False},
+    )
+    inputs = {"labels": np.ones((4, WIDTH), np.float32), "table": np.ones((8, 3), np.float32)}
+    state = pipeline.start(pipeline.init(zeros(), 0.0), xrex.Batch(np.arange(4), inputs))
+    assert state.current_batch.inputs["table"].is_fully_replicated
+    assert not state.current_batch.inputs["labels"].is_fully_replicated

@@ -96,3 +96,23 @@ def raise_first(name: str, values: np.ndarray, bad: np.ndarray, complaint: str) 
         position = int(np.argmax(bad.ravel()))
         value = values.ravel()[position]
         raise ValueError(f"async_emb {name}: id {value} at position {position} {complaint}")
+
+
+def check_fits(name: str, leaf: Any) -> None:
+    """Raises ValueError for host integers that JAX would wrap: with x64 off, types have 32 bits."""
+    if isinstance(leaf, bool | jax.Array | jax.ShapeDtypeStruct):
+        return
+    if isinstance(leaf, int):  # Of any size: NumPy has no type for the largest.
+        extremes, narrow = [leaf], jnp.result_type(int)
+    else:
+        array = np.asarray(leaf)
+        if array.dtype.kind not in "iu" or not array.size:
+            return
+        extremes, narrow = [array.min(), array.max()], jnp.result_type(array)
+    info = np.iinfo(narrow)
+    for extreme in extremes:
+        if not info.min <= extreme <= info.max:
+            raise ValueError(
+                f"{name} has the value {extreme}, which does not fit in {jnp.dtype(narrow).name}, "
+                "as integers do on device"
+            )

@@ -49,10 +49,13 @@ def choose_devices(wanted: int | None) -> Sequence[jax.Device]:
       wanted: how many; None for all.
 
     Raises:
-      UserError: there are fewer.
+      UserError: there are fewer, or none of the platform that JAX_PLATFORMS names.
     """
     simulate(wanted)
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise UserError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {error}") from error
     if wanted is not None and wanted > len(devices):
         raise UserError(
             f"{wanted} devices were asked for, and there are {len(devices)} of platform "

@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from xrex import placement
-from xrex.checks import INT32
+from xrex.checks import check_fits
 from xrex.training import dense_params
 from xrex.training.config import StepConfig
 
@@ -66,44 +65,29 @@ def merge(cut: Any, whole: Any) -> Any:
 def place(config: StepConfig, inputs: Any) -> Any:
     """The inputs on the mesh, as copies of what the caller may write to.
 
-    Leaves that are per example, or whose first axis divides evenly, are sharded over the data axis;
-    others are replicated. JAX arrays that lie on the mesh's devices stay as they are sharded.
+    Leaves that `per_example` names, or, where it names none, those whose first axis divides evenly,
+    are sharded over the data axis; others are replicated. JAX arrays that lie on the mesh's devices stay as they are
+    sharded.
 
     Raises:
       TypeError: a leaf is no array or number.
       ValueError: an integer that does not fit in the type that it gets on the devices.
     """
     dense_params.check("inputs", inputs)
-    per_example(config, inputs)
+    flags = per_example(config, inputs)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _place_leaf(config, path, leaf), inputs
+        lambda path, leaf, flag: _place_leaf(config, path, leaf, flag), inputs, flags
     )
 
 
-def _place_leaf(config: StepConfig, path: Any, leaf: Any) -> Any:
+def _place_leaf(config: StepConfig, path: Any, leaf: Any, is_per_example: bool) -> Any:
     handle = config.handle
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return leaf
-    _check_fits(path, leaf)
+    check_fits(f"inputs{jax.tree_util.keystr(path)}", leaf)
     if isinstance(leaf, jax.Array) and placement.is_on_mesh(handle, leaf):
         return placement.put_copy(leaf, leaf.sharding)
     divides = np.ndim(leaf) > 0 and np.shape(leaf)[0] % handle.group_size == 0
-    spec = placement.token_spec(handle) if divides else placement.REPLICATED
+    is_sharded = is_per_example or (divides and config.per_example is None)
+    spec = placement.token_spec(handle) if is_sharded else placement.REPLICATED
     return placement.put_copy(leaf, placement.sharding(handle, spec, np.ndim(leaf)))
-
-
-def _check_fits(path: Any, leaf: Any) -> None:
-    """Raises for host integers that JAX would wrap around: with x64 off, types become 32 bits."""
-    if isinstance(leaf, jax.Array):
-        return
-    array = np.asarray(leaf)
-    narrow = jnp.result_type(array)
-    if array.dtype.kind not in "iu" or narrow == array.dtype or not array.size:
-        return
-    info = INT32 if narrow == np.int32 else np.iinfo(narrow)
-    for extreme in (array.min(), array.max()):
-        if not info.min <= extreme <= info.max:
-            raise ValueError(
-                f"inputs{jax.tree_util.keystr(path)} has the value {extreme}, which does not fit "
-                f"in {jnp.dtype(narrow).name}, as integers do on device"
-            )

@@ -143,6 +143,8 @@ class Pipeline:
     def step(self, state: PipelineState, next_batch: Batch) -> tuple[PipelineState, StepMetrics]:
         """Trains on the batch that is held, and holds the next one.
 
+        The state is donated, save its batch.
+
         Raises:
           ValueError: no batch is held; ids of a wrong shape or that do not fit in int32; an input
             that cannot be cut into micro-batches; a loss that is no floating-point scalar.
@@ -178,6 +180,8 @@ class Pipeline:
     def finish(self, state: PipelineState) -> tuple[PipelineState, StepMetrics]:
         """Trains on the batch that is held and applies all updates: the state is idle after it.
 
+        The state is donated, save its batch.
+
         Raises:
           ValueError: no batch is held.
         """
@@ -194,7 +198,8 @@ class Pipeline:
     def run(self, state: PipelineState, batches: Iterable[Batch]) -> "Run":
         """Trains on each batch in turn; yields the state and the metrics after each.
 
-        From an idle state, or one that holds a batch, to an idle state. An exception, of the source
+        From an idle state, or one that holds a batch, to an idle state. Each step takes the state
+        over, so that the one that was passed is used up by the first. An exception, of the source
         or of a step, loses nothing: `state` of what this returns is the newest state, and so is the
         one that was yielded last (or, before the first, the one that was passed). See `Run`.
         """
@@ -365,7 +370,10 @@ class Run(Iterator[tuple[PipelineState, StepMetrics]]):
         pipeline = self._pipeline
         for batch in batches:
             if self.state.current_batch is None:
-                self.state = pipeline.start(self.state, batch)
+                started = pipeline.start(self.state, batch)
+                if not pipeline.config.donate:
+                    jax.block_until_ready(started)  # As in `_advance`.
+                self.state = started
             else:
                 yield self._advance(pipeline.step(self.state, batch))
         if self.state.current_batch is not None:

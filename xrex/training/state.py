@@ -73,6 +73,7 @@ class StepMetrics(NamedTuple):
       skipped: whether the batch changed nothing at all: neither the dense parameters, nor the
         optimizer's state, nor table, rule state and clock. So it is when a gradient, a bound of the
         sums of gradients, the rule's learning rate or what the optimizer made of it is not finite.
+        The loss itself does not decide: it may be infinite where its gradients are not.
         # shape=(), dtype=bool
       dropped: its tokens with an id inside the table that found no room in `num_unique`: those of
         the largest ids. They trained nothing. Watch it, or make `num_unique` large enough.

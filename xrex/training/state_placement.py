@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xrex import placement
+from xrex.checks import check_fits
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.lookup import LookupPin
 from xrex.tokens import CompressedTokens, compressed_specs
@@ -26,7 +27,8 @@ def in_place(handle: AsyncEmbContextHandle, state: PipelineState) -> PipelineSta
     The batch that is held is not looked at.
 
     Raises:
-      ValueError: a leaf was donated to an earlier call.
+      ValueError: a leaf was donated to an earlier call, or has an integer that does not fit in the
+        type that it gets on the devices.
       TypeError: a dense leaf is no array or number.
     """
     batch, state = state.current_batch, state._replace(current_batch=None)
@@ -38,6 +40,7 @@ def in_place(handle: AsyncEmbContextHandle, state: PipelineState) -> PipelineSta
             )
             error.add_note("Use only the newest state; `run(...).state` is the newest of a run.")
             raise error
+        check_fits(jax.tree_util.keystr(path).lstrip("."), leaf)
     dense_params.check("dense_params", state.dense_params)
     dense_params.check("optimizer_state", state.optimizer_state)
     # One type, whatever the number was saved as.
