@@ -891,7 +891,7 @@ def test_distinct_ids_compare_as_an_array_does() -> None:
     assert (tokens.unique_tokens == tokens.unique_tokens).all()
 
 
-@pytest.mark.parametrize("large", [np.array([2**40]), 2**40, 2**70])
+@pytest.mark.parametrize("large", [np.array([2**40]), 2**40])
 def test_an_integer_that_does_not_fit_is_named(large: Any) -> None:
     with pytest.raises(ValueError, match=r"dense_params\['seen'\] has the value 1"):
         pipeline_of().init(zeros(), {"w": 0.0, "seen": large})

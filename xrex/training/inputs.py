@@ -66,8 +66,8 @@ def place(config: StepConfig, inputs: Any) -> Any:
     """The inputs on the mesh, as copies of what the caller may write to.
 
     Leaves that `per_example` names, or, where it names none, those whose first axis divides evenly,
-    are sharded over the data axis; others are replicated. JAX arrays that lie on the mesh's devices stay as they are
-    sharded.
+    are sharded over the data axis; others are replicated. JAX arrays that lie on the mesh's devices
+    stay as they are sharded.
 
     Raises:
       TypeError: a leaf is no array or number.
