@@ -139,9 +139,7 @@ def put_copy(leaf: Any, wanted: Sharding) -> jax.Array:
 
     So are those of `jnp.from_dlpack` and, at times, of `jnp.asarray`.
     """
-    if isinstance(leaf, jax.Array) and _may_be_numpys(leaf):
-        leaf = np.asarray(leaf)
-    return put(leaf, wanted)
+    return put(unless_numpys(leaf), wanted)
 
 
 def _may_be_numpys(leaf: jax.Array) -> bool:

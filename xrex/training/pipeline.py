@@ -106,7 +106,10 @@ class Pipeline:
         rule = self.config.rule_at(jnp.zeros((), jnp.int32))
         count: Any = np.int32(0) if step is None else step
         fresh = PipelineState(array, rule_state, dense_params, optimizer_state, count)
-        self._check_goes_on(fresh, rule, counted=step is not None)
+        if step is None:
+            _check_begins(fresh)
+        else:
+            self._check_goes_on(fresh, rule)
         # Not the caller's: what the first step donates, and NumPy's memory in a JAX array.
         fresh = jax.tree.map(placement.unless_numpys, fresh)._replace(step=np.int32(count))
         rule_state = fresh.rule_state
@@ -219,15 +222,8 @@ class Pipeline:
         program, arguments = self._step_program(state, batch, next_batch)
         return program.lower(*arguments)
 
-    def _check_goes_on(self, state: PipelineState, rule: Any, *, counted: bool) -> None:
-        """Raises unless a step comes with the states that counted up to it, and they with it."""
-        if not counted:
-            for name in ("rule_state", "optimizer_state"):
-                if getattr(state, name) is not None:
-                    error = ValueError(f"{name} goes on with a run, and step is missing")
-                    error.add_note("Pass the saved step too: schedules of the rule count it.")
-                    raise error
-            return
+    def _check_goes_on(self, state: PipelineState, rule: Any) -> None:
+        """Raises for a step that is none, or comes without the states that counted up to it."""
         count = np.asarray(state.step)
         if count.shape or count.dtype.kind not in "iu" or not 0 <= count <= INT32.max:
             raise ValueError(f"step={state.step!r} must be a non-negative integer")
@@ -310,8 +306,8 @@ class Pipeline:
     def _check_in_flight(self, state: PipelineState) -> None:
         """Raises for a state of a run with another staleness: its update would be lost."""
         deferred = state.previous_update is not None
-        traced = isinstance(state.step, jax.ShapeDtypeStruct)
-        if deferred != (self.config.staleness == 1) and not traced:
+        only_shapes = isinstance(state.step, jax.ShapeDtypeStruct)  # Of `lower_step`.
+        if deferred != (self.config.staleness == 1) and not only_shapes:
             error = ValueError(
                 f"the state is of a run with staleness={int(deferred)}, and the pipeline has "
                 f"staleness={self.config.staleness}"
@@ -324,6 +320,15 @@ class Pipeline:
         token_ids, batch_inputs = batch
         ids = check_token_ids(self.config.handle, token_ids, self.config.vocab)
         return Batch(ids, inputs.place(self.config, batch_inputs))
+
+
+def _check_begins(state: PipelineState) -> None:
+    """Raises for states that counted up to a step, where no step is given."""
+    for name in ("rule_state", "optimizer_state"):
+        if getattr(state, name) is not None:
+            error = ValueError(f"{name} goes on with a run, and step is missing")
+            error.add_note("Pass the saved step too: schedules of the rule count it.")
+            raise error
 
 
 def _with_shardings(shapes: Any, shardings: Any) -> Any:
@@ -370,10 +375,7 @@ class Run(Iterator[tuple[PipelineState, StepMetrics]]):
         pipeline = self._pipeline
         for batch in batches:
             if self.state.current_batch is None:
-                started = pipeline.start(self.state, batch)
-                if not pipeline.config.donate:
-                    jax.block_until_ready(started)  # As in `_advance`.
-                self.state = started
+                self.state = self._whole(pipeline.start(self.state, batch))
             else:
                 yield self._advance(pipeline.step(self.state, batch))
         if self.state.current_batch is not None:
@@ -382,10 +384,12 @@ class Run(Iterator[tuple[PipelineState, StepMetrics]]):
     def _advance(
         self, done: tuple[PipelineState, StepMetrics]
     ) -> tuple[PipelineState, StepMetrics]:
-        if not self._pipeline.config.donate:
-            jax.block_until_ready(done)  # An error of a device is raised here, if there is one.
-        self.state = done[0]
+        self.state = self._whole(done)[0]
         return done
+
+    def _whole(self, done: Any) -> Any:
+        """What a call returned; without donation, once no error of a device can come any more."""
+        return done if self._pipeline.config.donate else jax.block_until_ready(done)
 
 
 def make_pipeline(
