@@ -37,13 +37,13 @@ def _get_quick_options(*arguments: Any, **named: Any) -> Any:
     return _get_compile_options(*arguments, **named)
 
 
+def pytest_sessionstart() -> None:
+    """Compiles quickly from here on, in fixtures of modules too."""
+    if os.environ.get("XREX_OPTIMIZED") != "1":
+        compiler.get_compile_options = _get_quick_options
+
+
 @pytest.fixture
-def optimized() -> None:
+def optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that asks for it compiles as a user does."""
-
-
-@pytest.fixture(autouse=True)
-def quick_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any other compiles its programs quickly."""
-    if os.environ.get("XREX_OPTIMIZED") != "1" and "optimized" not in request.fixturenames:
-        monkeypatch.setattr(compiler, "get_compile_options", _get_quick_options)
+    monkeypatch.setattr(compiler, "get_compile_options", _get_compile_options)

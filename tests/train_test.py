@@ -41,16 +41,10 @@ TRAIN = TrainConfig(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _training():
-    """Optax' Adam raises a float to an integer power, which strict promotion refuses.
-
-    Programs are compiled without most optimizations: they run for less time than those take.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def _standard_promotion():
+    """Optax' Adam raises a float to an integer power, which strict promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _experiment(out, *, stream=STREAM, data="synthetic", fold=0, click_rating=None, **changed):
