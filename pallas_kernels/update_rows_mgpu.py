@@ -47,7 +47,11 @@ class UpdateTuning:
         table_dtypes: Sequence[jax.typing.DTypeLike],
         operand_dtypes: Sequence[jax.typing.DTypeLike],
     ) -> "UpdateTuning":
-        """The widest split that fits, then as many rows as fit, fewer where there are few ids."""
+        """The widest split that fits, then as many rows as fit, fewer where there are few ids.
+
+        A number that divides the ids is taken if more than half as many rows: then ids and scalars
+        are used as they are, where a last block that is moved back needs a copy of them.
+        """
         # Old and new rows of each table, and the operands.
         value_bytes = 2 * sum(jnp.dtype(dtype).itemsize for dtype in table_dtypes)
         value_bytes += sum(jnp.dtype(dtype).itemsize for dtype in operand_dtypes)
@@ -58,7 +62,9 @@ class UpdateTuning:
         step = row_blocks.tile(width // splits).rows
         most = most_values // (width // splits)
         wanted = row_blocks.ceil_to(-(-u // cls.BLOCKS), step)
-        return cls(rows=min(wanted, max(most // step * step, step), 256), splits=splits)
+        rows = min(wanted, max(most // step * step, step), 256)
+        even = (fewer for fewer in range(rows, rows // 2, -step) if u % fewer == 0)
+        return cls(rows=next(even, rows), splits=splits)
 
 
 def _fits(width: int, splits: int, most_values: int) -> bool:

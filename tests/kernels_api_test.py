@@ -93,3 +93,10 @@ def test_chosen_tunings_fit_any_row_of_a_multiple_of_16_bytes(width, n):
         assert width % tuning.splits == 0
         assert tuning.rows * (width // tuning.splits) * bytes_a_value <= limit * 1024
     assert gather.rows % 4 == 0
+
+
+def test_an_update_is_cut_evenly_where_it_can_be():
+    # 96 rows fit a block: 64 are taken, and neither ids nor step sizes are copied.
+    assert update_rows_mgpu.UpdateTuning.choose(65536, 64, ["bfloat16"], ["float32"]).rows == 64
+    # No number above 48 divides a prime.
+    assert update_rows_mgpu.UpdateTuning.choose(65537, 64, ["bfloat16"], ["float32"]).rows == 96
