@@ -5,6 +5,8 @@ per rank.
 """
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import api as kernels
 from xrex.layout.handle import AsyncEmbContextHandle
@@ -15,6 +17,15 @@ def gather_tokens(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
     if not handle.table_axis:
         return x
     return jax.lax.all_gather(x, handle.table_axis, tiled=True)
+
+
+def gather_together(handle: AsyncEmbContextHandle, *arrays: jax.Array) -> list[jax.Array]:
+    """Every rank's part of several arrays by one collective: (n,) of 32 bits each -> (G, n)."""
+    ends = np.cumsum([len(x) for x in arrays])
+    gathered = gather_tokens(handle, jnp.concatenate([x.view(jnp.int32) for x in arrays]))
+    gathered = gathered.reshape(-1, ends[-1])
+    parts = jnp.split(gathered, ends[:-1].tolist(), axis=1)
+    return [part.view(x.dtype) for part, x in zip(parts, arrays, strict=True)]
 
 
 def exchange_blocks(handle: AsyncEmbContextHandle, x: jax.Array) -> jax.Array:

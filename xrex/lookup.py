@@ -13,6 +13,7 @@ from xrex import exchange, placement
 from xrex.checks import check_shape, check_table
 from xrex.gate import gated
 from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.pooling import Bags, pool
 from xrex.tokens import check_token_ids, gather_token_ids_per_shard, resolve_ids
 
 
@@ -108,13 +109,15 @@ def lookup_done_per_shard(handle: AsyncEmbContextHandle, pin: LookupPin) -> jax.
 
 
 def gather_for_exchange(
-    handle: AsyncEmbContextHandle, all_ids: jax.Array, table: jax.Array
+    handle: AsyncEmbContextHandle, all_ids: jax.Array, table: jax.Array, bags: Bags | None = None
 ) -> jax.Array:
-    """This rank's columns of every rank's tokens: (G * T,), (vocab, w) -> (G, T, w)."""
+    """This rank's columns of every rank's rows, bags pooled: (G * T,), (vocab, w) -> (G, O, w)."""
     rows = resolve_ids(handle, all_ids, table.shape[0]).read
     gathered = kernels.gather_rows(
         _not_differentiable(table), rows, implementation=handle.implementation
     )
+    if bags is not None:
+        return pool(handle, gathered, bags)
     return gathered.reshape(handle.group_size, -1, table.shape[1])
 
 

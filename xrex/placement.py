@@ -30,6 +30,11 @@ def token_rows_spec(handle: AsyncEmbContextHandle) -> P:
     return P(handle.data_axis, None)
 
 
+def per_example_spec(handle: AsyncEmbContextHandle, ndim: int) -> P:
+    """Any number of values per token or example, in `ndim` dimensions."""
+    return P(handle.data_axis, *[None] * (ndim - 1))
+
+
 def send_spec(handle: AsyncEmbContextHandle) -> P:
     """Rows about to be sent, (group_size, tokens_per_rank, emb_width).
 

@@ -16,6 +16,7 @@ from xrex import exchange, placement
 from xrex.checks import TABLE_DTYPES, as_int32, check_shape, check_table
 from xrex.gate import gated
 from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.pooling import Bags, gather_ids_and_bags, spread
 from xrex.rules.base import TouchedRows, UpdateRule, check_state, is_finite
 from xrex.tokens import UniqueTokens
 
@@ -33,12 +34,15 @@ class GradientUpdate(NamedTuple):
         gradient.  # shape=(tokens_per_batch,), dtype=jnp.int32, sharded `P(data_axis)`
       pending: whether the update is real; table and state keep every bit if it is not.
         # shape=(), dtype=bool
+      bags: where ids are pooled: `grads` are those of the rows that travelled, and there are as
+        many `segment_ids` as ids. None where each id has a row of its own.
     """
 
     unique_tokens: Any
     grads: jax.Array
     segment_ids: jax.Array
     pending: jax.Array | bool = True
+    bags: Bags | None = None
 
 
 class UpdateResult(NamedTuple):
@@ -118,7 +122,7 @@ def update_start(
     update = _checked_update(handle, update, handle.tokens_per_batch, table.shape[0])
     check_state(rule, state, table.shape[0], handle.emb_width)
     _check_distinct(update.unique_tokens, table.shape[0])
-    arrays = placement.place(handle, (update, table, state), _specs(handle, state))
+    arrays = placement.place(handle, (update, table, state), _specs(handle, update, state))
     return _update_start(handle, rule, *arrays, gate)
 
 
@@ -178,8 +182,17 @@ def apply_update(
     vocab = table.shape[0]
     unique = update.unique_tokens
     in_table = (unique >= 0) & (unique < vocab)
-    segments = exchange.gather_tokens(handle, update.segment_ids)
-    gradients, square_sums = _sum_gradients(handle, update.grads, segments, table.dtype)
+    segments, bags = gather_ids_and_bags(handle, update.segment_ids, update.bags)
+    received = _exchange_gradients(handle, update.grads)
+    if bags is not None:
+        received = spread(handle, received, bags, len(segments))
+    gradients, square_sums = kernels.segment_sum(
+        received,
+        segments,
+        handle.num_unique,
+        dtype=table.dtype,
+        implementation=handle.implementation,
+    )
     # Masked before the exchange: what has no row must count neither in the norm nor as an overflow.
     square_sums = jnp.where(in_table, square_sums, jnp.zeros((), jnp.float32))
     square_sums, has_gradient = _sum_square_sums(handle, square_sums)
@@ -210,41 +223,30 @@ def _sum_square_sums(
     return jnp.where(total <= handle.group_size * smallest, 0.0, total), total != 0
 
 
-def _sum_gradients(
-    handle: AsyncEmbContextHandle,
-    grads: jax.Array,
-    segments: jax.Array,
-    dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array]:
-    """This rank's columns of each segment's sum, and their square sums: (U, w), (U,).
-
-    As `kernels.segment_sum` has them: a square sum of -1 is one that underflows.
-    """
+def _exchange_gradients(handle: AsyncEmbContextHandle, grads: jax.Array) -> jax.Array:
+    """This rank's columns of the gradients of all ranks' rows: (T, emb_width) -> (G * T, w)."""
     blocks = exchange.rows_to_blocks(grads, handle.group_size)
     received = exchange.exchange_blocks(handle, blocks)
-    return kernels.segment_sum(
-        received.reshape(-1, received.shape[-1]),
-        segments,
-        handle.num_unique,
-        dtype=dtype,
-        implementation=handle.implementation,
-    )
+    return received.reshape(-1, received.shape[-1])
 
 
-def update_specs(handle: AsyncEmbContextHandle) -> GradientUpdate:
-    """The specs of a batch's gradients."""
+def update_specs(handle: AsyncEmbContextHandle, bags: Bags | None = None) -> GradientUpdate:
+    """The specs of a batch's gradients, and of its bags if it has any."""
     return GradientUpdate(
         unique_tokens=placement.REPLICATED,
         grads=placement.token_rows_spec(handle),  # type: ignore[arg-type]
         segment_ids=placement.token_spec(handle),  # type: ignore[arg-type]
         pending=placement.REPLICATED,  # type: ignore[arg-type]
+        bags=jax.tree.map(lambda _: placement.token_spec(handle), bags),
     )
 
 
-def _specs(handle: AsyncEmbContextHandle, state: Any) -> tuple[GradientUpdate, P, Any]:
+def _specs(
+    handle: AsyncEmbContextHandle, update: GradientUpdate, state: Any
+) -> tuple[GradientUpdate, P, Any]:
     """The specs of an update, a table and a state."""
     return (
-        update_specs(handle),
+        update_specs(handle, update.bags),
         placement.table_spec(handle),
         placement.state_specs(handle, state),
     )
@@ -259,7 +261,7 @@ def _update_start(
     state: Any,
     gate: jax.Array | None,
 ) -> tuple[jax.Array, Any, UpdatePin]:
-    specs = _specs(handle, state)
+    specs = _specs(handle, update, state)
     rule_specs = jax.tree.map(lambda _: placement.REPLICATED, rule)
     apply = placement.shard_map(
         handle,
@@ -287,7 +289,8 @@ def _checked_update(
         update = update._replace(unique_tokens=update.unique_tokens.ids)
     check_shape("unique_tokens", update.unique_tokens, (handle.num_unique,))
     check_shape("grads", update.grads, (num_tokens, handle.emb_width))
-    check_shape("segment_ids", update.segment_ids, (num_tokens,))
+    if update.bags is None:  # Else there are as many as ids, which the layout does not know.
+        check_shape("segment_ids", update.segment_ids, (num_tokens,))
     check_shape("pending", update.pending, ())
     if update.grads.dtype not in TABLE_DTYPES:
         raise TypeError(f"async_emb grads must be bfloat16 or float32, not {update.grads.dtype}")

@@ -1,5 +1,6 @@
 """What an update rule is: a state, and how touched rows and their state change."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -53,6 +54,17 @@ class UpdateRule(Protocol):
 
         Must change nothing where `rows.ids` has no row, nor anything at all unless `rows.valid`.
         """
+
+
+RuleOrSchedule = UpdateRule | Callable[[jax.Array], UpdateRule]
+
+
+def rule_at(rule: RuleOrSchedule, step: jax.Array) -> UpdateRule:
+    """The update rule for the gradients of batch `step`."""
+    # A rule may have a __call__ of its own: what tells it from a schedule is what it can do.
+    if hasattr(rule, "apply") and hasattr(rule, "init"):
+        return rule
+    return rule(step)
 
 
 def is_finite(rule: UpdateRule) -> jax.Array:

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 import jax
 
 from xrex.layout.handle import AsyncEmbContextHandle
-from xrex.rules.base import UpdateRule
+from xrex.training.table_set import TableSet
 
-LossFunction = Callable[[Any, jax.Array, Any], Any]
-RuleOrSchedule = UpdateRule | Callable[[jax.Array], UpdateRule]
+LossFunction = Callable[[Any, Any, Any], Any]
 
 
 class DenseOptimizer(Protocol):
@@ -29,19 +28,24 @@ class DenseOptimizer(Protocol):
 class StepConfig:
     """What a step is made of; see `xrex.training.pipeline.make_pipeline`."""
 
-    handle: AsyncEmbContextHandle
-    rule: RuleOrSchedule
+    tables: TableSet
     loss_fn: LossFunction
     dense_optimizer: DenseOptimizer
-    vocab: int
     staleness: int = 0
     accumulation_steps: int = 1
     per_example: Any = None
     donate: bool = True
 
-    def rule_at(self, step: jax.Array) -> UpdateRule:
-        """The update rule for the gradients of batch `step`."""
-        # A rule may have a __call__ of its own: what tells it from a schedule is what it can do.
-        if hasattr(self.rule, "apply") and hasattr(self.rule, "init"):
-            return self.rule
-        return self.rule(step)
+    @property
+    def handle(self) -> AsyncEmbContextHandle:
+        """The mesh and the axes."""
+        return self.tables.handle
+
+    @property
+    def batch_size(self) -> int:
+        """The first axis of what the loss function sees."""
+        return self.tables.batch_size
+
+    def rules_at(self, step: jax.Array) -> Any:
+        """Each stack's update rule for the gradients of batch `step`."""
+        return [stack.rule_at(step) for stack in jax.tree.leaves(self.tables.stacks)]

@@ -21,13 +21,13 @@ class Gradients(NamedTuple):
       aux: what the loss function returned beside the loss; () if nothing. With micro-batches, each
         leaf has a first axis of their number.
       dense: like the trainable part of the dense parameters (`xrex.training.dense_params`)
-      rows: shape=(tokens_per_batch, emb_width), the rows' dtype, sharded over the data axis
+      embedded: like what the loss function saw of the tables, sharded over the data axis
     """
 
     loss: jax.Array
     aux: Any
     dense: Any
-    rows: jax.Array
+    embedded: Any
 
 
 class Exchange(NamedTuple):
@@ -48,7 +48,7 @@ NO_EXCHANGE = Exchange()
 def loss_and_gradients(
     loss_fn: LossFunction,
     params: Any,
-    rows: jax.Array,
+    embedded: Any,
     batch_inputs: Any,
     *,
     beside: Exchange = NO_EXCHANGE,
@@ -56,9 +56,10 @@ def loss_and_gradients(
     """Loss and gradients of one batch, with an exchange beside the backward pass.
 
     Args:
-      loss_fn: `loss_fn(params, rows, inputs)` returns a floating-point scalar, or (scalar, aux).
+      loss_fn: `loss_fn(params, embedded, inputs)` returns a floating-point scalar, or (scalar,
+        aux).
       params: the dense parameters.
-      rows: (tokens_per_batch, emb_width).
+      embedded: rows of the tables; any pytree.
       batch_inputs: any pytree.
       beside: what to exchange. It is not issued before the loss is known, the backward pass does
         not begin before what it sends is there, and its last weight gradient waits for what
@@ -73,14 +74,14 @@ def loss_and_gradients(
     """
     trainable, fixed = dense_params.split(params)
 
-    def of_trainable(trainable: Any, rows: jax.Array) -> tuple[jax.Array, Any]:
-        return loss_and_aux(loss_fn(dense_params.merge(trainable, fixed), rows, batch_inputs))
+    def of_trainable(trainable: Any, embedded: Any) -> tuple[jax.Array, Any]:
+        return loss_and_aux(loss_fn(dense_params.merge(trainable, fixed), embedded, batch_inputs))
 
-    loss, backward, aux = jax.vjp(of_trainable, trainable, rows, has_aux=True)
+    loss, backward, aux = jax.vjp(of_trainable, trainable, embedded, has_aux=True)
     cotangent = jnp.ones_like(loss)
     _, cotangent, ready = jax.lax.optimization_barrier((loss, cotangent, beside.ready))
-    (dense, of_rows), arrived = overlap.run_beside(backward, cotangent, beside.send(ready))
-    return Gradients(loss, aux, dense, of_rows), arrived
+    (dense, of_embedded), arrived = overlap.run_beside(backward, cotangent, beside.send(ready))
+    return Gradients(loss, aux, dense, of_embedded), arrived
 
 
 def loss_and_aux(returned: Any) -> tuple[jax.Array, Any]:
@@ -114,7 +115,7 @@ def _describe(value: Any) -> str:
 def gradients_of(
     config: StepConfig,
     params: Any,
-    rows: jax.Array,
+    embedded: Any,
     batch_inputs: Any,
     *,
     beside: Exchange = NO_EXCHANGE,
@@ -128,34 +129,42 @@ def gradients_of(
     """
     steps, loss_fn, handle = config.accumulation_steps, config.loss_fn, config.handle
     if steps == 1:
-        gradients, arrived = loss_and_gradients(loss_fn, params, rows, batch_inputs, beside=beside)
-        return gradients._replace(rows=_pinned(handle, gradients.rows)), arrived
+        gradients, arrived = loss_and_gradients(
+            loss_fn, params, embedded, batch_inputs, beside=beside
+        )
+        return gradients._replace(embedded=_pinned(handle, gradients.embedded)), arrived
     split, whole = inputs.split(config, batch_inputs)
-    parts = _cut(handle, (rows, split), steps)
+    parts = _cut(handle, (embedded, split), steps)
 
     def of_part(part: Any, beside: Exchange = NO_EXCHANGE) -> tuple[Gradients, Any]:
-        rows, split = part
-        return loss_and_gradients(loss_fn, params, rows, inputs.merge(split, whole), beside=beside)
+        embedded, split = part
+        return loss_and_gradients(
+            loss_fn, params, embedded, inputs.merge(split, whole), beside=beside
+        )
 
     def accumulate(total: Any, part: Any) -> tuple[Any, Any]:
         gradients, _ = of_part(part)
-        return _add(total, (gradients.loss, gradients.dense)), (gradients.rows, gradients.aux)
+        return _add(total, (gradients.loss, gradients.dense)), (gradients.embedded, gradients.aux)
 
     last, arrived = of_part(jax.tree.map(lambda x: x[-1], parts), beside)
     # Not from the last one's gradients: the others would wait for the exchange with them.
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, _total_dtype(x)), (last.loss, last.dense))
-    total, (of_rows, aux) = jax.lax.scan(accumulate, nothing, jax.tree.map(lambda x: x[:-1], parts))
+    total, (of_parts, aux) = jax.lax.scan(
+        accumulate, nothing, jax.tree.map(lambda x: x[:-1], parts)
+    )
     total = _add(total, (last.loss, last.dense))
     loss, dense = jax.tree.map(
         lambda x, like: (x / jnp.asarray(steps, x.dtype)).astype(like.dtype),
         total,
         (last.loss, last.dense),
     )
-    of_rows, aux = jax.tree.map(
-        lambda x, last: jnp.concatenate([x, last[None]]), (of_rows, aux), (last.rows, last.aux)
+    of_parts, aux = jax.tree.map(
+        lambda x, last: jnp.concatenate([x, last[None]]), (of_parts, aux), (last.embedded, last.aux)
     )
-    of_rows = (of_rows.astype(jnp.float32) / steps).astype(of_rows.dtype)
-    return Gradients(loss, aux, dense, _pinned(handle, _uncut(handle, of_rows))), arrived
+    of_embedded = jax.tree.map(
+        lambda x: _uncut(handle, (x.astype(jnp.float32) / steps).astype(x.dtype)), of_parts
+    )
+    return Gradients(loss, aux, dense, _pinned(handle, of_embedded)), arrived
 
 
 def _total_dtype(x: jax.Array) -> jax.typing.DTypeLike:
@@ -166,9 +175,12 @@ def _add(total: Any, part: Any) -> Any:
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, part)
 
 
-def _pinned(handle: AsyncEmbContextHandle, rows: jax.Array) -> jax.Array:
-    """The rows' gradients as they travel: XLA would replicate those of some losses."""
-    return placement.constrain(handle, rows, placement.token_rows_spec(handle))
+def _pinned(handle: AsyncEmbContextHandle, embedded: Any) -> Any:
+    """The gradients of rows as they travel: XLA would replicate those of some losses."""
+    return jax.tree.map(
+        lambda x: placement.constrain(handle, x, placement.per_example_spec(handle, x.ndim)),
+        embedded,
+    )
 
 
 def _cut(handle: AsyncEmbContextHandle, tree: Any, steps: int) -> Any:

@@ -15,14 +15,13 @@ def per_example(config: StepConfig, inputs: Any) -> Any:
     """Which leaves are cut into micro-batches: a bool for each.
 
     As the pipeline's `per_example` names them; else those whose first axis has an entry for every
-    token of the batch.
+    example of the batch.
 
     Raises:
       ValueError: `per_example` does not fit the inputs, or a leaf that it names cannot be cut.
     """
     if config.per_example is None:
-        tokens = config.handle.tokens_per_batch
-        return jax.tree.map(lambda leaf: np.shape(leaf)[:1] == (tokens,), inputs)
+        return jax.tree.map(lambda leaf: np.shape(leaf)[:1] == (config.batch_size,), inputs)
     try:
         named = jax.tree.map(
             lambda flag, part: jax.tree.map(lambda _: bool(flag), part), config.per_example, inputs

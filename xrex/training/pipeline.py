@@ -14,6 +14,7 @@ is in the state, so that the halves of an exchange cannot be mismatched.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,16 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from xrex import placement
-from xrex.checks import INT32, check_devices, check_table, check_vocab
+from xrex.checks import INT32, check_devices, check_vocab
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.layout.layout import is_positive_integer
-from xrex.rules.base import check_state
-from xrex.tokens import check_token_ids
+from xrex.rules.base import RuleOrSchedule, UpdateRule, check_state
 from xrex.training import dense_params as dense
 from xrex.training import inputs, state_placement
 from xrex.training import step as train_step
-from xrex.training.config import DenseOptimizer, LossFunction, RuleOrSchedule, StepConfig
+from xrex.training.config import DenseOptimizer, LossFunction, StepConfig
+from xrex.training.single_table import SingleTable
 from xrex.training.state import Batch, PipelineState, StepMetrics
+from xrex.training.table_set import TableStack, for_each
 from xrex.update import UpdateResult
 
 
@@ -66,7 +68,7 @@ class Pipeline:
 
     def init(
         self,
-        table: jax.typing.ArrayLike,
+        tables: Any,
         dense_params: Any,
         *,
         rule_state: Any = None,
@@ -95,35 +97,33 @@ class Pipeline:
             is given and a state that goes with it is not, or the other way round.
           TypeError: the table is neither bfloat16 nor float32; a dense leaf is no array.
         """
-        handle, vocab = self.config.handle, self.config.vocab
-        array: Any = table if isinstance(table, jax.Array) else np.asarray(table)
-        check_table(array, handle.emb_width)
-        if array.shape[0] != vocab:
-            raise ValueError(
-                f"async_emb table has {array.shape[0]} rows, and the pipeline has vocab={vocab}"
-            )
+        config, stacks = self.config, self.config.tables.stacks
         dense.check("dense_params", dense_params)
-        rule = self.config.rule_at(jnp.zeros((), jnp.int32))
+        rules = for_each(stacks, lambda stack: stack.rule_at(jnp.zeros((), jnp.int32)))
         count: Any = np.int32(0) if step is None else step
-        fresh = PipelineState(array, rule_state, dense_params, optimizer_state, count)
+        fresh = PipelineState(None, rule_state, dense_params, optimizer_state, count)  # type: ignore[arg-type]
         if step is None:
             _check_begins(fresh)
         else:
-            self._check_goes_on(fresh, rule)
+            self._check_goes_on(fresh, rules)
+        fresh = fresh._replace(table=config.tables.make_tables(tables))
         # Not the caller's: what the first step donates, and NumPy's memory in a JAX array.
         fresh = jax.tree.map(placement.unless_numpys, fresh)._replace(step=np.int32(count))
-        rule_state = fresh.rule_state
-        if rule_state is None:
-            fresh = fresh._replace(rule_state=rule.init(vocab))
-        check_state(rule, fresh.rule_state, vocab, handle.emb_width)
-        fresh = state_placement.in_place(handle, fresh._replace(optimizer_state=None))
+        if fresh.rule_state is None:
+            fresh = fresh._replace(
+                rule_state=for_each(stacks, lambda stack, rule: rule.init(stack.vocab), rules)
+            )
+        _check_rule_states(stacks, rules, fresh.rule_state)
+        fresh = state_placement.in_place(config.handle, fresh._replace(optimizer_state=None))
         fresh = fresh._replace(dense_params=jax.tree.map(jnp.copy, fresh.dense_params))
         if optimizer_state is None:
             trainable, _ = dense.split(fresh.dense_params)
-            optimizer_state = self.config.dense_optimizer.init(trainable)
+            optimizer_state = config.dense_optimizer.init(trainable)
         # A copy: some optimizers keep the parameters themselves.
         optimizer_state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), optimizer_state)
-        return state_placement.in_place(handle, fresh._replace(optimizer_state=optimizer_state))
+        return state_placement.in_place(
+            config.handle, fresh._replace(optimizer_state=optimizer_state)
+        )
 
     def start(self, state: PipelineState, batch: Batch) -> PipelineState:
         """Holds the first batch of a run; with staleness 1, starts its lookup.
@@ -138,7 +138,8 @@ class Pipeline:
         state = self._in_place(state)
         batch = self._placed(batch)
         if self.config.staleness == 1:
-            lookup, update = self._start_program()(batch.token_ids, state.table)
+            ids = self.config.tables.by_stack(batch.token_ids)
+            lookup, update = self._start_program(ids, state.table)(ids, state.table)
             state = state._replace(current_lookup=lookup, previous_update=update)
         self._check_trainable(state, batch)
         return state._replace(current_batch=batch)
@@ -159,7 +160,7 @@ class Pipeline:
         self._check_trainable(state, next_batch)
         program, arguments = self._step_program(state, batch, next_batch)
         state, metrics = program(*arguments)
-        return state._replace(current_batch=next_batch), metrics
+        return state._replace(current_batch=next_batch), self._counted(metrics, batch)
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, UpdateResult | None]:
         """Applies the deferred table update, so that the table holds all batches trained so far.
@@ -176,8 +177,7 @@ class Pipeline:
         if state.previous_update is None:
             return state, None
         batch, state = state.current_batch, state._replace(current_batch=None)
-        shardings = (state_placement.state_shardings(self.config.handle, state), None)
-        state, result = self._program(train_step.flush, shardings)(state)
+        state, result = self._program(train_step.flush, self._returned(state))(state)
         return state._replace(current_batch=batch), result
 
     def finish(self, state: PipelineState) -> tuple[PipelineState, StepMetrics]:
@@ -191,12 +191,14 @@ class Pipeline:
         state, batch = self._release(state, "finish")
         if self.config.staleness == 0:
             program, arguments = self._step_program(state, batch, batch)
-            return program(*arguments)
+            state, metrics = program(*arguments)
+            return state, self._counted(metrics, batch)
         # What is in flight ends here: no output could take its buffers over.
         in_flight = (state.current_lookup, state.previous_update)
         state = state._replace(current_lookup=None, previous_update=None)
-        shardings = (state_placement.state_shardings(self.config.handle, state), None)
-        return self._program(train_step.finish, shardings)(state, in_flight, batch.inputs)
+        finish = self._program(train_step.finish, self._returned(state))
+        state, metrics = finish(state, in_flight, batch.inputs)
+        return state, self._counted(metrics, batch)
 
     def run(self, state: PipelineState, batches: Iterable[Batch]) -> "Run":
         """Trains on each batch in turn; yields the state and the metrics after each.
@@ -216,20 +218,23 @@ class Pipeline:
         """
         state, batch = self._release(state, "lower_step")
         if self.config.staleness == 1 and state.current_lookup is None:
-            started = self._start_program().eval_shape(batch.token_ids, state.table)
-            lookup, update = _with_shardings(started, self._in_flight_shardings())
+            ids = self.config.tables.by_stack(batch.token_ids)
+            started = jax.eval_shape(partial(train_step.start, self.config), ids, state.table)
+            shardings = state_placement.in_flight_shardings(self.config.handle, started)
+            lookup, update = _with_shardings(started, shardings)
             state = state._replace(current_lookup=lookup, previous_update=update)
         program, arguments = self._step_program(state, batch, next_batch)
         return program.lower(*arguments)
 
-    def _check_goes_on(self, state: PipelineState, rule: Any) -> None:
+    def _check_goes_on(self, state: PipelineState, rules: Any) -> None:
         """Raises for a step that is none, or comes without the states that counted up to it."""
         count = np.asarray(state.step)
         if count.shape or count.dtype.kind not in "iu" or not 0 <= count <= INT32.max:
             raise ValueError(f"step={state.step!r} must be a non-negative integer")
+        stacks = self.config.tables.stacks
         trainable, _ = dense.split(state.dense_params)
         for name, fresh in (
-            ("rule_state", lambda: rule.init(self.config.vocab)),
+            ("rule_state", lambda: for_each(stacks, lambda s, rule: rule.init(s.vocab), rules)),
             ("optimizer_state", lambda: self.config.dense_optimizer.init(trainable)),
         ):
             if getattr(state, name) is None and jax.tree.leaves(jax.eval_shape(fresh)):
@@ -237,23 +242,29 @@ class Pipeline:
                 error.add_note(f"Pass the saved {name} too, or a fresh one if that is meant.")
                 raise error
 
-    def _in_flight_shardings(self) -> tuple[Any, Any]:
-        """Those of what `start` returns: a started lookup, and an update."""
-        handle = self.config.handle
-        return state_placement.lookup_shardings(handle), state_placement.update_shardings(handle)
-
-    def _start_program(self) -> Any:
-        return self._program(train_step.start, self._in_flight_shardings(), donates=False)
+    def _start_program(self, ids: Any, tables: Any) -> Any:
+        key = (train_step.start, _kind((ids, tables)))
+        if key not in self._programs:
+            started = jax.eval_shape(partial(train_step.start, self.config), ids, tables)
+            shardings = state_placement.in_flight_shardings(self.config.handle, started)
+            self._programs[key] = self._program(train_step.start, shardings, donates=False)
+        return self._programs[key]
 
     def _step_program(
         self, state: PipelineState, batch: Batch, next_batch: Batch
     ) -> tuple[Any, tuple[Any, ...]]:
         """The program of a step, and what to call it with."""
-        shardings = (state_placement.state_shardings(self.config.handle, state), None)
+        by_stack = self.config.tables.by_stack
         if self.config.staleness == 1:
-            program = self._program(train_step.step_ahead, shardings)
-            return program, (state, batch.inputs, next_batch.token_ids)
-        return self._program(train_step.step_now, shardings), (state, batch)
+            next_ids = by_stack(next_batch.token_ids)
+            program = self._program(train_step.step_ahead, self._returned(state))
+            return program, (state, batch.inputs, next_ids)
+        batch = batch._replace(token_ids=by_stack(batch.token_ids))
+        return self._program(train_step.step_now, self._returned(state)), (state, batch)
+
+    def _returned(self, state: PipelineState) -> tuple[Any, None]:
+        """The shardings of such a state and of whatever else a program returns with it."""
+        return state_placement.state_shardings(self.config.handle, state), None
 
     def _program(self, body: Callable[..., Any], shardings: Any, *, donates: bool = True) -> Any:
         """`body(config, ...)` compiled; donates its first argument, and returns these shardings.
@@ -278,8 +289,7 @@ class Pipeline:
 
         Once for each kind of batch; the trace is the one that the step is compiled from.
         """
-        leaves, treedef = jax.tree.flatten(batch.inputs)
-        key = (treedef, tuple((jnp.shape(leaf), dense.dtype_of(leaf)) for leaf in leaves))
+        key = _kind((self.config.tables.by_stack(batch.token_ids), batch.inputs))
         if key in self._trainable:
             return
         program, arguments = self._step_program(state, batch, batch)
@@ -318,8 +328,26 @@ class Pipeline:
     def _placed(self, batch: Batch) -> Batch:
         """The batch with its ids checked, copied to the mesh."""
         token_ids, batch_inputs = batch
-        ids = check_token_ids(self.config.handle, token_ids, self.config.vocab)
-        return Batch(ids, inputs.place(self.config, batch_inputs))
+        return Batch(self.config.tables.place(token_ids), inputs.place(self.config, batch_inputs))
+
+    def _counted(self, metrics: StepMetrics, batch: Batch) -> StepMetrics:
+        """The metrics with what was counted while the batch was packed."""
+        return metrics._replace(**self.config.tables.counts(batch.token_ids))
+
+
+def _kind(tree: Any) -> Hashable:
+    """What selects a program: structure, shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((jnp.shape(leaf), dense.dtype_of(leaf)) for leaf in leaves)
+
+
+def _check_rule_states(stacks: Any, rules: Any, states: Any) -> None:
+    """Raises for a state that is not its rule's."""
+
+    def check(stack: TableStack, rule: UpdateRule, state: Any) -> None:
+        check_state(rule, state, stack.vocab, stack.handle.emb_width)
+
+    for_each(stacks, check, rules, states)
 
 
 def _check_begins(state: PipelineState) -> None:
@@ -441,8 +469,7 @@ def make_pipeline(
             f"{handle.tokens_per_rank} tokens of each rank"
         )
     steps = int(accumulation_steps)
+    tables = SingleTable(TableStack(handle, rule, vocab))
     return Pipeline(
-        StepConfig(
-            handle, rule, loss_fn, dense_optimizer, vocab, int(staleness), steps, per_example
-        )
+        StepConfig(tables, loss_fn, dense_optimizer, int(staleness), steps, per_example)
     )

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from xrex.lookup import LookupPin
+from xrex.pooling import Bags
 from xrex.tokens import CompressedTokens
 from xrex.update import GradientUpdate, UpdateResult
 
@@ -32,10 +33,12 @@ class StartedLookup(NamedTuple):
     Attributes:
       tokens: the batch's distinct ids
       rows: its rows in flight
+      bags: where its ids are pooled; None where each has a row of its own
     """
 
     tokens: CompressedTokens
     rows: LookupPin
+    bags: Bags | None = None
 
 
 class PipelineState(NamedTuple):

@@ -47,25 +47,17 @@ def in_place(handle: AsyncEmbContextHandle, state: PipelineState) -> PipelineSta
     # One type, whatever the number was saved as.
     state = state._replace(step=_as_step(state.step))
     shardings = state_shardings(handle, state)
-    state = jax.tree.map(_put, state, shardings)
+    state = jax.tree.map(
+        lambda wanted, part: jax.tree.map(lambda leaf: _put(leaf, wanted), part), shardings, state
+    )
     return state._replace(current_batch=batch)
 
 
 def state_shardings(handle: AsyncEmbContextHandle, state: PipelineState) -> Any:
-    """The sharding of each leaf of a state that holds no batch.
+    """The shardings of a state that holds no batch: a tree prefix of it, with a leaf for each leaf.
 
     Dense parameters and the optimizer's state stay as they came, if that was on the mesh.
     """
-
-    def fixed(tree: Any, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(
-                lambda leaf: placement.sharding(handle, spec, np.ndim(leaf)), part
-            ),
-            specs,
-            tree,
-            is_leaf=_is_spec,
-        )
 
     def chosen(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not _is_traced(leaf):
@@ -75,26 +67,35 @@ def state_shardings(handle: AsyncEmbContextHandle, state: PipelineState) -> Any:
             return leaf.sharding
         return placement.sharding(handle, placement.REPLICATED, np.ndim(leaf))
 
-    lookup, update = state.current_lookup, state.previous_update
     return PipelineState(
-        table=fixed(state.table, placement.table_spec(handle)),
-        rule_state=fixed(state.rule_state, placement.state_specs(handle, state.rule_state)),
+        table=_shardings(handle, state.table, placement.table_spec(handle)),
+        rule_state=_shardings(
+            handle, state.rule_state, placement.state_specs(handle, state.rule_state)
+        ),
         dense_params=jax.tree.map(chosen, state.dense_params),
         optimizer_state=jax.tree.map(chosen, state.optimizer_state),
-        step=fixed(state.step, placement.REPLICATED),
-        current_lookup=None if lookup is None else fixed(lookup, _lookup_specs(handle)),
-        previous_update=None if update is None else fixed(update, update_specs(handle)),
+        step=_shardings(handle, state.step, placement.REPLICATED),
+        current_lookup=in_flight_shardings(handle, state.current_lookup),
+        previous_update=in_flight_shardings(handle, state.previous_update),
     )
 
 
-def lookup_shardings(handle: AsyncEmbContextHandle) -> StartedLookup:
-    """Those of a started lookup."""
-    return _shardings(handle, _lookup_specs(handle), (1, 1, 0, 3))
+def in_flight_shardings(handle: AsyncEmbContextHandle, in_flight: Any) -> Any:
+    """Those of lookups that were started, or of deferred updates: of arrays, or of shapes.
 
+    One for all that the bags have, and also where there are none.
+    """
 
-def update_shardings(handle: AsyncEmbContextHandle) -> GradientUpdate:
-    """Those of a deferred update."""
-    return _shardings(handle, update_specs(handle), (1, 2, 1, 0))
+    def of(each: StartedLookup | GradientUpdate) -> Any:
+        is_update = isinstance(each, GradientUpdate)
+        specs = update_specs(handle) if is_update else _lookup_specs(handle)
+        # The next batch may have weights where this one has none.
+        bags = placement.sharding(handle, placement.token_spec(handle), 1)
+        return _shardings(handle, each._replace(bags=None), specs)._replace(bags=bags)
+
+    return jax.tree.map(
+        of, in_flight, is_leaf=lambda part: isinstance(part, StartedLookup | GradientUpdate)
+    )
 
 
 def _lookup_specs(handle: AsyncEmbContextHandle) -> StartedLookup:
@@ -102,10 +103,16 @@ def _lookup_specs(handle: AsyncEmbContextHandle) -> StartedLookup:
     return StartedLookup(tokens, LookupPin(placement.received_spec(handle)))  # type: ignore[arg-type]
 
 
-def _shardings(handle: AsyncEmbContextHandle, specs: Any, dimensions: tuple[int, ...]) -> Any:
-    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
-    pairs = zip(leaves, dimensions, strict=True)
-    return jax.tree.unflatten(treedef, [placement.sharding(handle, *pair) for pair in pairs])
+def _shardings(handle: AsyncEmbContextHandle, tree: Any, specs: Any) -> Any:
+    """The sharding of each leaf; specs are a prefix of the tree."""
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(
+            lambda leaf: placement.sharding(handle, spec, np.ndim(leaf)), part
+        ),
+        specs,
+        tree,
+        is_leaf=_is_spec,
+    )
 
 
 def _is_spec(leaf: Any) -> bool:
