@@ -21,7 +21,14 @@ TOPS = ("pallas_kernels", "tests", "tools", "xrex")
 NOT_PACKAGES = ("tools/bazel", "tests/consumer_workspace")
 RULES = ("py_binary", "py_library", "pytest_test")
 # Packages whose target promises every module of theirs.
-WHOLE = ("pallas_kernels", "xrex", "xrex/checked_pmap", "xrex/rules", "xrex/training")
+WHOLE = (
+    "pallas_kernels",
+    "xrex",
+    "xrex/checked_pmap",
+    "xrex/embeddings",
+    "xrex/rules",
+    "xrex/training",
+)
 # Markers of tests that `bazel test //...` leaves out.
 MANUAL = {"bazel", "requires-gpu"}
 # Tags that say how Bazel runs a test, not what it is.

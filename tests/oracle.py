@@ -116,6 +116,36 @@ def compress(ids: np.ndarray, vocab: int, num_unique: int, policy: IdPolicy = ZE
     return Compressed(np.array(unique, np.int32), np.array(segments, np.int32), dropped)
 
 
+# Bags
+
+
+def factors(combiner: str, ids: Sequence[int], weights: Sequence[float] | None) -> np.ndarray:
+    """What the row of each id of one bag is multiplied by, (ids,) float32; 0 for no divisor."""
+    given = [1.0] * len(ids) if weights is None else [float(w) for w in weights]
+    divisor = {
+        "sum": 1.0,
+        "mean": sum(given),
+        "sqrtn": np.sqrt(sum(w * w for w in given)),
+    }[combiner]
+    if weights is None:  # The divisor is a count: the factor is that count's, in float32.
+        divisor = np.sqrt(np.float32(len(ids))) if combiner == "sqrtn" else np.float32(divisor)
+        return np.array([np.float32(1) / divisor for _ in ids], np.float32)
+    return np.array([w / divisor if divisor else 0.0 for w in given], np.float32)
+
+
+def pool(rows: np.ndarray, factors: np.ndarray, accumulate: Any = np.float32) -> np.ndarray:
+    """One bag, (emb_width,): rows times factors, added one after the other, rounded once."""
+    total = np.zeros(rows.shape[1], accumulate)
+    for row, factor in zip(rows, factors, strict=True):
+        total = total + row.astype(accumulate) * accumulate(factor)
+    return total.astype(rows.dtype)
+
+
+def spread(gradient: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Each id's gradient, (ids, emb_width) float32, of that of the bag."""
+    return gradient.astype(np.float32)[None] * factors[:, None]
+
+
 # Update
 
 

@@ -22,6 +22,7 @@ import xrex
 from tests import layouts
 from xrex.layout.plan import Plan, plan_layout
 from xrex.training import step as train_step
+from xrex.training.state import detach_bags
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -228,7 +229,8 @@ def test_the_wire_is_what_a_step_sends(case: layouts.LayoutCase, dtype: Any, laz
     state = state._replace(current_batch=None)
     ids = batch.token_ids.astype(np.int32)
     step = jax.make_jaxpr(lambda *arguments: train_step.step_ahead(pipeline.config, *arguments))
-    traced = traced_collectives(step(state, layouts.put(handle, batch.inputs), ids).jaxpr)
+    arguments = (*detach_bags(state), layouts.put(handle, batch.inputs), ids)
+    traced = traced_collectives(step(*arguments).jaxpr)
     wire = plan_layout(handle, vocab, dtype, rule).wire
     assert sorted((part.operation, part.bytes_sent) for part in wire) == sorted(
         (operation, sent(operation, size, handle.group_size)) for operation, size in traced

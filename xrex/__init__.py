@@ -1,6 +1,9 @@
 """xrex: an asynchronous, sharded embedding runtime for JAX."""
 
 from xrex.checked_pmap.pmap import pmap
+from xrex.embeddings.embeddings import Embeddings
+from xrex.embeddings.feature import Feature, Ragged
+from xrex.embeddings.table import Table
 from xrex.layout.explain import LayoutReport, explain_layout
 from xrex.layout.handle import (
     AsyncEmbContextHandle,
@@ -23,7 +26,9 @@ from xrex.tokens import (
     compress_token_ids,
     compress_token_ids_per_shard,
 )
-from xrex.training.pipeline import Pipeline, Run, make_pipeline
+from xrex.training.make_pipeline import make_pipeline
+from xrex.training.pipeline import Pipeline
+from xrex.training.run import Run
 from xrex.training.state import Batch, PipelineState, StepMetrics
 from xrex.update import (
     GradientUpdate,
@@ -40,16 +45,20 @@ __all__ = [
     "AsyncEmbContextHandle",
     "Batch",
     "CompressedTokens",
+    "Embeddings",
+    "Feature",
     "GradientUpdate",
     "Layout",
     "LayoutReport",
     "LookupPin",
     "Pipeline",
     "PipelineState",
+    "Ragged",
     "RowwiseAdagrad",
     "RowwiseAdagradState",
     "Run",
     "StepMetrics",
+    "Table",
     "UniqueTokens",
     "UpdatePin",
     "UpdateResult",

@@ -168,6 +168,12 @@ def constrain(handle: AsyncEmbContextHandle, x: jax.Array, spec: P) -> jax.Array
     return jax.lax.with_sharding_constraint(x, sharding(handle, spec, x.ndim))
 
 
+@jax.jit(static_argnums=(0, 2))
+def first_entries(handle: AsyncEmbContextHandle, x: jax.Array, count: int) -> jax.Array:
+    """The first entries of an array, replicated: they need not divide evenly."""
+    return constrain(handle, x, REPLICATED)[:count]
+
+
 def is_on_mesh(handle: AsyncEmbContextHandle, leaf: jax.Array) -> bool:
     """Whether an array lies on the devices of the mesh, all of them, in a sharding of its own."""
     return isinstance(leaf.sharding, NamedSharding) and leaf.sharding.device_set == set(

@@ -1,4 +1,4 @@
-"""Rowwise Adagrad: one accumulator a row, with decay that may be caught up lazily."""
+"""Rowwise Adagrad: one accumulator per row, with decay that may be caught up lazily."""
 
 import math
 from dataclasses import dataclass
@@ -31,6 +31,22 @@ class RowwiseAdagradState(NamedTuple):
     clock: jax.Array
 
 
+class RowwiseAdagradNumbers(NamedTuple):
+    """The numbers of a `RowwiseAdagrad`, each a scalar or one value per touched row.
+
+    Attributes:
+      learning_rate: see the rule
+      eps: see the rule
+      accumulator_decay: the accumulator is multiplied by e to its power once per update; 0 or less
+      weight_decay: so are the weights
+    """
+
+    learning_rate: Any
+    eps: Any
+    accumulator_decay: Any
+    weight_decay: Any
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, kw_only=True)
 class RowwiseAdagrad:
@@ -55,14 +71,14 @@ class RowwiseAdagrad:
     accumulator is 0: the accumulator becomes 16 / 4 = 4, and the row -4 / sqrt(4) = -2 in its first
     column.
 
-    Source: Duchi, Hazan and Singer (2011), with one accumulator a row as in Gupta, Bengio and
+    Source: Duchi, Hazan and Singer (2011), with one accumulator per row as in Gupta, Bengio and
     Weston (2014).
 
     Attributes:
       learning_rate: a non-negative number, or a traced scalar such as a schedule's value.
       eps: added to the root; positive.
       half_life_steps: applied updates after which the accumulator has halved; None never decays.
-      weight_decay: rate of the weights' decay an update.
+      weight_decay: rate of the weights' decay per update.
       lazy: whether rows catch up with decay when they are touched.
 
     Raises:
@@ -113,16 +129,48 @@ class RowwiseAdagrad:
         implementation: kernels.Implementation,
     ) -> tuple[jax.Array, RowwiseAdagradState]:
         """See `UpdateRule.apply`."""
+        return self.apply_by_row(
+            self.numbers(), table, state, rows, emb_width=emb_width, implementation=implementation
+        )
+
+    @property
+    def kind(self) -> bool:
+        """See `xrex.rules.stacked.StackableRule`."""
+        return self.lazy
+
+    def numbers(self) -> RowwiseAdagradNumbers:
+        """See `xrex.rules.stacked.StackableRule`."""
+        half_life = self.half_life_steps
+        return RowwiseAdagradNumbers(
+            learning_rate=self.learning_rate,
+            eps=self.eps,
+            accumulator_decay=0.0 if half_life is None else -math.log(2) / half_life,
+            weight_decay=-self.weight_decay,
+        )
+
+    def apply_by_row(
+        self,
+        numbers: RowwiseAdagradNumbers,
+        table: jax.Array,
+        state: RowwiseAdagradState,
+        rows: TouchedRows,
+        *,
+        emb_width: int,
+        implementation: kernels.Implementation,
+    ) -> tuple[jax.Array, RowwiseAdagradState]:
+        """See `xrex.rules.stacked.StackableRule`."""
         elapsed, last_step = self._elapsed(state, rows)
-        accumulator = read_values(state.accumulator, rows.ids) * self._accumulator_decay(elapsed)
+        accumulator = read_values(state.accumulator, rows.ids)
+        accumulator = accumulator * _decay(numbers.accumulator_decay, elapsed)
         accumulator = saturate(jnp.float32, accumulator + rows.square_sums / emb_width)
-        rate = jnp.asarray(self.learning_rate, jnp.float32)
-        step = saturate(jnp.float32, -(rate / (jnp.sqrt(accumulator) + jnp.float32(self.eps))))
+        rate = jnp.asarray(numbers.learning_rate, jnp.float32)
+        eps = jnp.asarray(numbers.eps, jnp.float32)
+        step = saturate(jnp.float32, -(rate / (jnp.sqrt(accumulator) + eps)))
         (table,) = kernels.update_rows(
             (table,),
             rows.ids,
             (rows.gradients,),
-            (self._weight_decay(elapsed), step),
+            (_decay(numbers.weight_decay, elapsed), step),
             _row_function(table.dtype),
             implementation=implementation,
         )
@@ -146,14 +194,6 @@ class RowwiseAdagrad:
         elapsed, now = jax.lax.optimization_barrier((elapsed, now))
         return elapsed.astype(jnp.float32), write_values(state.last_step, rows.ids, now)
 
-    def _accumulator_decay(self, elapsed: jax.Array) -> jax.Array:
-        if self.half_life_steps is None:
-            return jnp.ones_like(elapsed)
-        return jnp.exp(elapsed * jnp.float32(-math.log(2) / self.half_life_steps))
-
-    def _weight_decay(self, elapsed: jax.Array) -> jax.Array:
-        return jnp.exp(elapsed * jnp.float32(-self.weight_decay))
-
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
         """The learning rate is a leaf; all else is static."""
         return (self.learning_rate,), (
@@ -171,6 +211,13 @@ class RowwiseAdagrad:
         for name, value in zip(names, (*leaves, *static), strict=True):
             object.__setattr__(rule, name, value)
         return rule
+
+
+def _decay(rate: Any, elapsed: jax.Array) -> jax.Array:
+    """What decay at a rate per update leaves after so many updates."""
+    if isinstance(rate, float) and rate == 0:
+        return jnp.ones_like(elapsed)
+    return jnp.exp(elapsed * jnp.asarray(rate, jnp.float32))
 
 
 def _row_function(dtype: jax.typing.DTypeLike) -> kernels.RowFunction:

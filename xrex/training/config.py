@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from xrex.layout.handle import AsyncEmbContextHandle
-from xrex.training.table_set import TableSet
+from xrex.table_set import TableSet
 
 LossFunction = Callable[[Any, Any, Any], Any]
 
@@ -26,7 +26,7 @@ class DenseOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step is made of; see `xrex.training.pipeline.make_pipeline`."""
+    """What a step is made of; see `xrex.training.make_pipeline`."""
 
     tables: TableSet
     loss_fn: LossFunction

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xrex import placement
@@ -22,8 +23,17 @@ def per_example(config: StepConfig, inputs: Any) -> Any:
     """
     if config.per_example is None:
         return jax.tree.map(lambda leaf: np.shape(leaf)[:1] == (config.batch_size,), inputs)
+    named = _named(config, inputs)
+    jax.tree_util.tree_map_with_path(
+        lambda path, leaf, flag: _check_cut(config, path, leaf) if flag else None, inputs, named
+    )
+    return named
+
+
+def _named(config: StepConfig, inputs: Any) -> Any:
+    """What `per_example` says of each leaf."""
     try:
-        named = jax.tree.map(
+        return jax.tree.map(
             lambda flag, part: jax.tree.map(lambda _: bool(flag), part), config.per_example, inputs
         )
     except ValueError as cause:
@@ -31,10 +41,6 @@ def per_example(config: StepConfig, inputs: Any) -> Any:
             f"per_example={config.per_example!r} is no tree of booleans over the batch's inputs, "
             f"{jax.tree.structure(inputs)}"
         ) from cause
-    jax.tree_util.tree_map_with_path(
-        lambda path, leaf, flag: _check_cut(config, path, leaf) if flag else None, inputs, named
-    )
-    return named
 
 
 def _check_cut(config: StepConfig, path: Any, leaf: Any) -> None:
@@ -77,6 +83,36 @@ def place(config: StepConfig, inputs: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, flag: _place_leaf(config, path, leaf, flag), inputs, flags
     )
+
+
+def pad(config: StepConfig, inputs: Any, examples: int) -> Any:
+    """Inputs of so many examples with zeros behind them, up to those of a whole batch.
+
+    Leaves that `per_example` names, or, where it names none, those whose first axis has an entry
+    for every example.
+
+    Raises:
+      ValueError: a leaf that `per_example` names has no such axis.
+    """
+    missing = config.batch_size - examples
+    if config.per_example is None:
+        flags = jax.tree.map(lambda leaf: np.shape(leaf)[:1] == (examples,), inputs)
+    else:
+        flags = _named(config, inputs)
+
+    def padded(path: Any, leaf: Any, flag: bool) -> Any:
+        if not flag or not missing:
+            return leaf
+        if np.shape(leaf)[:1] != (examples,):
+            raise ValueError(
+                f"inputs{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, and the batch has "
+                f"{examples} examples"
+            )
+        widths = [(0, missing), *[(0, 0)] * (np.ndim(leaf) - 1)]
+        is_jax = isinstance(leaf, jax.Array)
+        return jnp.pad(leaf, widths) if is_jax else np.pad(np.asarray(leaf), widths)
+
+    return jax.tree_util.tree_map_with_path(padded, inputs, flags)
 
 
 def _place_leaf(config: StepConfig, path: Any, leaf: Any, is_per_example: bool) -> Any:

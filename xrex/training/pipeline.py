@@ -13,7 +13,7 @@ is in the state, so that the halves of an exchange cannot be mismatched.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from xrex import placement
-from xrex.checks import INT32, check_devices, check_vocab
-from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.checks import INT32
 from xrex.layout.layout import is_positive_integer
-from xrex.rules.base import RuleOrSchedule, UpdateRule, check_state
+from xrex.rules.base import UpdateRule, check_state
+from xrex.table_set import TableStack, for_each
 from xrex.training import dense_params as dense
 from xrex.training import inputs, state_placement
 from xrex.training import step as train_step
-from xrex.training.config import DenseOptimizer, LossFunction, StepConfig
-from xrex.training.single_table import SingleTable
-from xrex.training.state import Batch, PipelineState, StepMetrics
-from xrex.training.table_set import TableStack, for_each
-from xrex.update import UpdateResult
+from xrex.training.config import StepConfig
+from xrex.training.prefetch import PlacedBatch, Prefetch
+from xrex.training.run import Run
+from xrex.training.state import Batch, PipelineState, StepMetrics, detach_bags
+from xrex.update import GradientUpdate
 
 
 class Pipeline:
@@ -162,7 +162,7 @@ class Pipeline:
         state, metrics = program(*arguments)
         return state._replace(current_batch=next_batch), self._counted(metrics, batch)
 
-    def flush(self, state: PipelineState) -> tuple[PipelineState, UpdateResult | None]:
+    def flush(self, state: PipelineState) -> tuple[PipelineState, Any]:
         """Applies the deferred table update, so that the table holds all batches trained so far.
 
         Neutral: going on from the flushed state gives the same bits as never having flushed. The
@@ -200,7 +200,7 @@ class Pipeline:
         state, metrics = finish(state, in_flight, batch.inputs)
         return state, self._counted(metrics, batch)
 
-    def run(self, state: PipelineState, batches: Iterable[Batch]) -> "Run":
+    def run(self, state: PipelineState, batches: Iterable[Batch]) -> Run:
         """Trains on each batch in turn; yields the state and the metrics after each.
 
         From an idle state, or one that holds a batch, to an idle state. Each step takes the state
@@ -209,6 +209,66 @@ class Pipeline:
         one that was yielded last (or, before the first, the one that was passed). See `Run`.
         """
         return Run(self, state, batches)
+
+    def predict(
+        self, state: PipelineState, batch: Batch, apply_fn: Callable[[Any, Any, Any], Any]
+    ) -> Any:
+        """What a model makes of a batch: forward only. The state is not changed.
+
+        Sees every update trained so far. A deferred one (staleness 1, in the middle of a run) is
+        applied to a copy of the tables: call `flush` first where there is no room for one.
+
+        Args:
+          state: at any point of a run.
+          batch: of any size up to a whole batch's; it is padded.
+          apply_fn: `apply_fn(dense_params, embedded, inputs)` returns any pytree of arrays with an
+            entry for each example; `embedded` is what the loss function sees. Compiled once: pass
+            the same function in each call.
+
+        Returns:
+          What `apply_fn` returned, of the batch's own examples.
+
+        Raises:
+          ValueError: as in `step`; an output has no entry for each example.
+        """
+        config = self.config
+        ids, examples = config.tables.place_part(batch.token_ids)
+        padded = inputs.pad(config, batch.inputs, examples)
+        placed = Batch(config.tables.by_stack(ids), inputs.place(config, padded))
+        state = self._in_place(state._replace(current_batch=None, current_lookup=None))
+        state = state._replace(optimizer_state=None)
+        updates = jax.tree.leaves(
+            state.previous_update, is_leaf=lambda part: isinstance(part, GradientUpdate)
+        )
+        if not any(bool(update.pending) for update in updates):
+            state = state._replace(previous_update=None)
+        key = (train_step.predict, apply_fn)
+        if key not in self._programs:
+            self._programs[key] = jax.jit(partial(train_step.predict, config, apply_fn))
+        outputs = self._programs[key](state, placed)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _of_examples(config, path, leaf, examples), outputs
+        )
+
+    def prefetch(self, batches: Iterable[Batch], size: int = 2) -> Prefetch:
+        """The batches, packed and placed by a thread up to `size` ahead of their steps.
+
+          for state, metrics in pipeline.run(state, pipeline.prefetch(batches)):
+              ...
+
+        The source is read by the thread, one batch after the other. An error, of the source or of
+        a batch, is raised by the step that needs the batch, and nothing before it is lost.
+
+        Args:
+          batches: the source.
+          size: how many batches may wait.
+
+        Raises:
+          ValueError: `size` is not a positive integer.
+        """
+        if not is_positive_integer(size):
+            raise ValueError(f"size={size!r} must be a positive integer")
+        return Prefetch(lambda batch: PlacedBatch(*self._placed(batch)), batches, int(size))
 
     def lower_step(self, state: PipelineState, next_batch: Batch) -> Any:
         """The lowered step (`jax.stages.Lowered`), of a state that holds a batch.
@@ -258,7 +318,7 @@ class Pipeline:
         if self.config.staleness == 1:
             next_ids = by_stack(next_batch.token_ids)
             program = self._program(train_step.step_ahead, self._returned(state))
-            return program, (state, batch.inputs, next_ids)
+            return program, (*detach_bags(state), batch.inputs, next_ids)
         batch = batch._replace(token_ids=by_stack(batch.token_ids))
         return self._program(train_step.step_now, self._returned(state)), (state, batch)
 
@@ -328,11 +388,25 @@ class Pipeline:
     def _placed(self, batch: Batch) -> Batch:
         """The batch with its ids checked, copied to the mesh."""
         token_ids, batch_inputs = batch
+        if isinstance(batch, PlacedBatch):
+            return Batch(token_ids, batch_inputs)
         return Batch(self.config.tables.place(token_ids), inputs.place(self.config, batch_inputs))
 
     def _counted(self, metrics: StepMetrics, batch: Batch) -> StepMetrics:
         """The metrics with what was counted while the batch was packed."""
         return metrics._replace(**self.config.tables.counts(batch.token_ids))
+
+
+def _of_examples(config: StepConfig, path: Any, output: jax.Array, examples: int) -> jax.Array:
+    """The entries of an output that are of the batch's own examples."""
+    if jnp.shape(output)[:1] != (config.batch_size,):
+        raise ValueError(
+            f"apply_fn returned an array of shape {jnp.shape(output)}"
+            f"{' at ' + jax.tree_util.keystr(path) if path else ''}, and must return an entry for "
+            f"each of {config.batch_size} examples"
+        )
+    whole = examples == config.batch_size
+    return output if whole else placement.first_entries(config.handle, output, examples)
 
 
 def _kind(tree: Any) -> Hashable:
@@ -375,101 +449,3 @@ def _is_settled(leaf: Any) -> bool:
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return True
     return isinstance(leaf, jax.Array) and isinstance(leaf.sharding, jax.sharding.NamedSharding)
-
-
-class Run(Iterator[tuple[PipelineState, StepMetrics]]):
-    """A run over batches: an iterator over the state and the metrics after each.
-
-    The yielded state may be read, and the loop may be left at any point: go on from the state with
-    `step`, `finish` or another `run`. To change it in the middle, set `state`:
-    `run.state, result = pipeline.flush(run.state)`.
-
-    Attributes:
-      state: the newest state; after an exception, the one to go on from. A batch that it holds
-        (`current_batch`) was taken from the source and is trained next.
-    """
-
-    def __init__(self, pipeline: Pipeline, state: PipelineState, batches: Iterable[Batch]) -> None:
-        """Use `Pipeline.run`."""
-        self.state = state
-        self._pipeline = pipeline
-        self._steps = self._train(batches)
-
-    def __next__(self) -> tuple[PipelineState, StepMetrics]:
-        """Trains on the next batch."""
-        return next(self._steps)
-
-    def _train(self, batches: Iterable[Batch]) -> Iterator[tuple[PipelineState, StepMetrics]]:
-        pipeline = self._pipeline
-        for batch in batches:
-            if self.state.current_batch is None:
-                self.state = self._whole(pipeline.start(self.state, batch))
-            else:
-                yield self._advance(pipeline.step(self.state, batch))
-        if self.state.current_batch is not None:
-            yield self._advance(pipeline.finish(self.state))
-
-    def _advance(
-        self, done: tuple[PipelineState, StepMetrics]
-    ) -> tuple[PipelineState, StepMetrics]:
-        self.state = self._whole(done)[0]
-        return done
-
-    def _whole(self, done: Any) -> Any:
-        """What a call returned; without donation, once no error of a device can come any more."""
-        return done if self._pipeline.config.donate else jax.block_until_ready(done)
-
-
-def make_pipeline(
-    handle: AsyncEmbContextHandle,
-    rule: RuleOrSchedule,
-    loss_fn: LossFunction,
-    dense_optimizer: DenseOptimizer,
-    *,
-    vocab: int,
-    staleness: int = 0,
-    accumulation_steps: int = 1,
-    per_example: Any = None,
-) -> Pipeline:
-    """Makes the training steps of a model with one sharded table.
-
-    Args:
-      handle: the layout.
-      rule: the table's update rule, or a function from a batch's number (a traced int32) to one,
-        for schedules: `lambda step: xrex.RowwiseAdagrad(learning_rate=schedule(step))`.
-      loss_fn: `loss_fn(dense_params, rows, inputs)` returns the loss, a floating-point scalar, or
-        (loss, aux) with any pytree of arrays as aux, which reaches the metrics; rows are
-        (tokens_per_batch, emb_width) of the table's dtype, sharded over the data axis.
-      dense_optimizer: any `optax.GradientTransformation`; one with extra arguments gets `value`
-        (the loss), `grad` and `value_fn`.
-      vocab: rows of the table.
-      staleness: 0 for exact synchronous training, 1 to overlap.
-      accumulation_steps: micro-batches in a batch. The loss is called for each, with its part of
-        the rows and of every leaf of the inputs that is per example, and with all other leaves
-        (constants, counters, random keys) whole; loss and gradients are averaged in float32, and
-        table and dense model are updated once.
-      per_example: which leaves of the inputs are per example: a tree prefix of booleans, such as
-        {"labels": True, "class_weights": False}. By default those whose first axis is
-        `tokens_per_batch` long. Name them where examples have several tokens each, or where a
-        constant happens to be as long. Matters to `accumulation_steps` alone.
-
-    Raises:
-      ValueError: a parameter is out of its range, micro-batches do not divide a rank's tokens, or
-        the handle's mesh has no devices.
-    """
-    check_devices(handle)
-    check_vocab(vocab)
-    if staleness not in (0, 1) or isinstance(staleness, bool):
-        raise ValueError(f"staleness={staleness!r} must be 0 (synchronous) or 1 (overlapped)")
-    if not is_positive_integer(accumulation_steps):
-        raise ValueError(f"accumulation_steps={accumulation_steps!r} must be a positive integer")
-    if handle.tokens_per_rank % accumulation_steps:
-        raise ValueError(
-            f"accumulation_steps={accumulation_steps} does not divide the "
-            f"{handle.tokens_per_rank} tokens of each rank"
-        )
-    steps = int(accumulation_steps)
-    tables = SingleTable(TableStack(handle, rule, vocab))
-    return Pipeline(
-        StepConfig(tables, loss_fn, dense_optimizer, int(staleness), steps, per_example)
-    )

@@ -8,8 +8,8 @@ import numpy as np
 
 from xrex.checks import check_table
 from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.table_set import TableStack
 from xrex.tokens import check_token_ids
-from xrex.training.table_set import TableStack
 
 
 @dataclass(frozen=True)

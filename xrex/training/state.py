@@ -85,6 +85,9 @@ class StepMetrics(NamedTuple):
         batch before, except in `finish`, where it is its own. Not valid, and zeros, where there was
         none: in the first step, after a skipped batch, after `flush`.
       aux: what the loss function returned beside the loss; () if nothing
+      out_of_range: ids of the batch outside their tables; of `Embeddings`.  # shape=()
+      cut: ids of the batch left out for lack of room in a bag's `max_ids` or in `capacity`; of
+        `Embeddings`.  # shape=()
     """
 
     loss: jax.Array
@@ -92,3 +95,33 @@ class StepMetrics(NamedTuple):
     dropped: jax.Array
     update: UpdateResult
     aux: Any = ()
+    out_of_range: Any = None
+    cut: Any = None
+
+
+def detach_bags(state: PipelineState) -> tuple[PipelineState, Any]:
+    """A state without the bags of what is in flight, and those.
+
+    They are not donated with it: of the next batch they may be others, or none.
+    """
+    in_flight = (state.current_lookup, state.previous_update)
+    bags = jax.tree.map(lambda each: each.bags, in_flight, is_leaf=_is_in_flight)
+    lookup, update = jax.tree.map(
+        lambda each: each._replace(bags=None), in_flight, is_leaf=_is_in_flight
+    )
+    return state._replace(current_lookup=lookup, previous_update=update), bags
+
+
+def attach_bags(state: PipelineState, bags: Any) -> PipelineState:
+    """Undoes `detach_bags`."""
+    lookup, update = jax.tree.map(
+        lambda each, bags: each._replace(bags=bags),
+        (state.current_lookup, state.previous_update),
+        bags,
+        is_leaf=_is_in_flight,
+    )
+    return state._replace(current_lookup=lookup, previous_update=update)
+
+
+def _is_in_flight(part: Any) -> bool:
+    return isinstance(part, StartedLookup | GradientUpdate)

@@ -16,6 +16,7 @@ from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.lookup import LookupPin, exchange_rows, gather_for_exchange, lookup_done
 from xrex.pooling import Bags, gather_ids_and_bags, ids_and_bags, sum_of_sizes
 from xrex.rules.base import is_finite
+from xrex.table_set import TableStack, for_each, for_each_unzip
 from xrex.tokens import CompressedTokens, compress_gathered, compressed_specs
 from xrex.training import dense_params
 from xrex.training.config import StepConfig
@@ -26,8 +27,13 @@ from xrex.training.gradients import (
     gradients_of,
     loss_and_aux,
 )
-from xrex.training.state import Batch, PipelineState, StartedLookup, StepMetrics
-from xrex.training.table_set import TableStack, for_each, for_each_unzip
+from xrex.training.state import (
+    Batch,
+    PipelineState,
+    StartedLookup,
+    StepMetrics,
+    attach_bags,
+)
 from xrex.update import GradientUpdate, update_done, update_start
 
 
@@ -58,9 +64,13 @@ def step_now(
 
 
 def step_ahead(
-    config: StepConfig, state: PipelineState, inputs: Any, next_ids: Any
+    config: StepConfig, state: PipelineState, bags: Any, inputs: Any, next_ids: Any
 ) -> tuple[PipelineState, StepMetrics]:
-    """Trains on the rows in flight, and starts the next batch's lookup: staleness 1."""
+    """Trains on the rows in flight, and starts the next batch's lookup: staleness 1.
+
+    The bags of what is in flight come apart from the state: see `detach_bags`.
+    """
+    state = attach_bags(state, bags)
     stacks, lookups = config.tables.stacks, _in_flight(state)
     embedded = _arrived(config, lookups)
     state, results = flush(config, state)

@@ -1,0 +1,1 @@
+"""Tables and features: many tables in few arrays, and batches packed for them."""
