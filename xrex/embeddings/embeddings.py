@@ -107,7 +107,8 @@ class Embeddings:
                 raise ValueError(f"{name}={value!r} must be a positive integer or None")
         for name, table in self.tables.items():
             self._check_layout(name, table)
-        _ = self.stacks
+        object.__setattr__(self, "batch_size", int(self.batch_size))
+        _ = self.stacks  # With all that is checked on the way.
 
     @functools.cached_property
     def handle(self) -> AsyncEmbContextHandle:

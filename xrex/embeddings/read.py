@@ -71,7 +71,9 @@ def read_feature(name: str, feature: Feature, given: Any, missing: int = 0) -> F
 
 def _read_ragged(name: str, feature: Feature, given: Ragged) -> FeatureIds:
     what = f"feature {name!r}"
-    ids = np.asarray(as_int32(what, given.ids))
+    ids = np.asarray(given.ids)
+    # An empty list is one of floats to NumPy.
+    ids = np.asarray(as_int32(what, ids if ids.size else ids.astype(np.int32)))
     if ids.ndim != 1:
         raise ValueError(f"{what} has ids of shape {ids.shape}, and they must have (n,)")
     if given.row_splits is None:

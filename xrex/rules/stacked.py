@@ -92,7 +92,11 @@ def kind_of(rule: RuleOrSchedule) -> Hashable:
     if isinstance(first, StackableRule):
         return type(first), first.kind
     # A rule of another sort can be shared if it is the same for all.
-    return rule if isinstance(rule, Hashable) else id(rule)
+    try:
+        hash(rule)
+    except TypeError:
+        return id(rule)
+    return rule  # type: ignore[return-value]
 
 
 def stacked(rules: Sequence[RuleOrSchedule], first_rows: Sequence[int]) -> RuleOrSchedule:

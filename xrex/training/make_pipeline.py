@@ -1,5 +1,7 @@
 """Makes a pipeline of a model: of tables and features, or of one table."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any, overload
 
 from xrex.checks import check_devices, check_vocab
@@ -81,8 +83,14 @@ def make_pipeline(
       TypeError: an argument is missing or unknown.
     """
     first = model[0] if model else named.get("embeddings")
-    of = _model_of_embeddings if isinstance(first, Embeddings) else _model_of_table
-    tables, loss_fn, dense_optimizer = of(*model, **named)
+    of: Callable[..., Any] = _model_of_table
+    if isinstance(first, Embeddings):
+        of = _model_of_embeddings
+    try:
+        arguments = inspect.signature(of).bind(*model, **named)
+    except TypeError as error:
+        raise TypeError(f"make_pipeline: {error}") from None
+    tables, loss_fn, dense_optimizer = of(*arguments.args, **arguments.kwargs)
     check_devices(tables.handle)
     if staleness not in (0, 1) or isinstance(staleness, bool):
         raise ValueError(f"staleness={staleness!r} must be 0 (synchronous) or 1 (overlapped)")
