@@ -69,6 +69,13 @@ def pipeline_of(embeddings: xrex.Embeddings, loss: Any = loss_fn, **options: Any
     return xrex.make_pipeline(embeddings, loss, optax.sgd(0.125), **options)
 
 
+@functools.cache
+def model(staleness: int = 0) -> tuple[xrex.Embeddings, xrex.Pipeline]:
+    """The plain model, compiled once for all tests: a pipeline has no state of its own."""
+    embeddings = make()
+    return embeddings, pipeline_of(embeddings, staleness=staleness)
+
+
 def begin(pipeline: xrex.Pipeline) -> xrex.PipelineState:
     embeddings = pipeline.config.tables
     rng = np.random.default_rng(0)
@@ -97,8 +104,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 @functools.cache
 def trained(staleness: int, steps: int = 4) -> Any:
     """Tables and dense parameters after some steps; what other ways to train are compared with."""
-    embeddings = make()
-    pipeline = pipeline_of(embeddings, staleness=staleness)
+    embeddings, pipeline = model(staleness)
     return end(embeddings, pipeline.run(begin(pipeline), [batch_of(k) for k in range(steps)]))
 
 
@@ -195,8 +201,8 @@ def test_an_initializer_is_asked_for_each_table_with_a_key_of_its_own():
 
 
 def test_tables_and_rows_go_in_and_out_by_name():
-    embeddings = make()
-    state = begin(pipeline_of(embeddings))
+    embeddings, pipeline = model()
+    state = begin(pipeline)
     words = np.asarray(embeddings.table(state, "words"))
     values = np.arange(160, dtype=np.float64).reshape(20, 8)
     state = embeddings.set_table(state, "items", values)
@@ -227,8 +233,8 @@ def test_tables_and_rows_go_in_and_out_by_name():
     ],
 )
 def test_what_is_wrong_with_rows_is_said_by_the_tables_name(call, error, message):
-    embeddings = make()
-    state = pipeline_of(embeddings).init(jax.random.key(0), {})
+    embeddings, pipeline = model()
+    state = pipeline.init(jax.random.key(0), {})
     with pytest.raises(error, match=message):
         call(embeddings, state)
     embeddings.table(state, "items")
@@ -317,15 +323,17 @@ def test_missing_and_unknown_features_are_named():
         )
 
 
-def seen_by(embeddings: xrex.Embeddings, ids: dict[str, Any]) -> dict[str, np.ndarray]:
-    pipeline = pipeline_of(embeddings)
-    state = begin(pipeline)
-    found = pipeline.predict(state, xrex.Batch(ids, {}), lambda params, embedded, _: embedded)
+def embedded_alone(params: Any, embedded: Any, inputs: Any) -> Any:
+    return embedded
+
+
+def seen_by(pipeline: xrex.Pipeline, ids: dict[str, Any]) -> dict[str, np.ndarray]:
+    found = pipeline.predict(begin(pipeline), xrex.Batch(ids, {}), embedded_alone)
     return {name: np.asarray(value) for name, value in found.items()}
 
 
 def test_ways_to_write_the_same_ids_embed_alike():
-    embeddings = make()
+    _, pipeline = model()
     lists = [[1, 2], [], [3], [4, 5, 6, 7], [], [8, 9, 10], [11], [12]]
     padded = np.full((8, 4), -1)
     for row, ids in zip(padded, lists, strict=True):
@@ -336,7 +344,7 @@ def test_ways_to_write_the_same_ids_embed_alike():
     scattered = np.full((8, 4), -1)  # Padding need not come last.
     for row, ids in zip(scattered, lists, strict=True):
         row[4 - len(ids) :] = ids
-    wanted = seen_by(embeddings, ids_of(seen=xrex.Ragged(flat, lengths)))
+    wanted = seen_by(pipeline, ids_of(seen=xrex.Ragged(flat, lengths)))
     for other in (
         padded,
         scattered,
@@ -345,16 +353,15 @@ def test_ways_to_write_the_same_ids_embed_alike():
         xrex.Ragged(flat, lengths, np.ones(len(flat), np.float16)),
         xrex.Ragged(flat.tolist(), tuple(lengths)),
     ):
-        assert_same(seen_by(embeddings, ids_of(seen=other)), wanted)
+        assert_same(seen_by(pipeline, ids_of(seen=other)), wanted)
 
 
 def test_an_id_outside_its_table_is_zeros_and_counted_though_its_stack_has_such_a_row():
-    embeddings = make()
+    embeddings, pipeline = model()
     user = np.array([30, -2, 2**31 - 1, 0, 1, 2, 3, -1])
-    found = seen_by(embeddings, ids_of(user=user))
+    found = seen_by(pipeline, ids_of(user=user))
     assert not found["user"][[0, 1, 2, 7]].any()
     assert found["user"][3:7].any(axis=1).all()
-    pipeline = pipeline_of(embeddings)
     state = pipeline.start(begin(pipeline), batch_of(user=user))
     before = all_tables(embeddings, state)
     state, metrics = pipeline.finish(state)
@@ -372,12 +379,12 @@ def test_bags_share_a_capacity_and_what_has_no_room_is_refused_or_counted():
         make(capacity=6).place(given)
     cutting = make(capacity=6, overflow="cut")
     assert cutting.counts(cutting.place(given)) == {"out_of_range": 0, "cut": 1}
-    found, whole = seen_by(cutting, given), seen_by(make(), given)
+    found, whole = seen_by(pipeline_of(cutting), given), seen_by(model()[1], given)
     differ = (found["seen"] != whole["seen"]).any(axis=1)
     assert differ.tolist() == [k == 3 for k in range(8)]
     too_long = xrex.Ragged([1, 2, 3, 4, 5, 6], [6] + [0] * 7)
-    found = seen_by(make(overflow="cut"), ids_of(seen=too_long))["seen"]
-    kept = seen_by(make(), ids_of(seen=xrex.Ragged([1, 2, 3, 4], [4] + [0] * 7)))["seen"]
+    found = seen_by(pipeline_of(make(overflow="cut")), ids_of(seen=too_long))["seen"]
+    kept = seen_by(model()[1], ids_of(seen=xrex.Ragged([1, 2, 3, 4], [4] + [0] * 7)))["seen"]
     np.testing.assert_array_equal(found, kept)
 
 
@@ -399,10 +406,10 @@ def test_combiners(combiner, weights, factors):
         "seen": xrex.Feature("items", max_ids=4, combiner=combiner),
         "query": xrex.Feature("words", max_ids=3),
     }
-    embeddings = make(features=features)
+    pipeline = pipeline_of(make(features=features))
     given = xrex.Ragged([5, 7], [0, 2] + [0] * 6, weights)
-    found = seen_by(embeddings, ids_of(seen=given))["seen"]
-    items = np.asarray(embeddings.table(begin(pipeline_of(embeddings)), "items"))
+    found = seen_by(pipeline, ids_of(seen=given))["seen"]
+    items = np.asarray(pipeline.config.tables.table(begin(pipeline), "items"))
     wanted = (items[[5, 7]] * np.array(factors, np.float32)[:, None]).sum(axis=0)
     np.testing.assert_allclose(found[1], wanted, rtol=1e-6, atol=1e-6)
     assert not found[[0, 2, 3, 4, 5, 6, 7]].any()
@@ -429,8 +436,7 @@ def test_memory_may_be_written_to_as_soon_as_a_call_returns():
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_batch_that_cannot_be_changes_nothing_in_any_stack(staleness):
-    embeddings = make()
-    pipeline = pipeline_of(embeddings, staleness=staleness)
+    embeddings, pipeline = model(staleness)
     state = pipeline.start(begin(pipeline), batch_of(0))
     before = all_tables(embeddings, state)
     bad = batch_of(0)
@@ -445,8 +451,7 @@ def test_a_batch_that_cannot_be_changes_nothing_in_any_stack(staleness):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_flushing_and_restarting_at_any_point_change_no_bit(staleness):
-    embeddings = make()
-    pipeline = pipeline_of(embeddings, staleness=staleness)
+    embeddings, pipeline = model(staleness)
     training = pipeline.run(begin(pipeline), [batch_of(k) for k in range(4)])
     for number, _ in enumerate(training):
         if number == 0:
@@ -464,8 +469,7 @@ def test_flushing_and_restarting_at_any_point_change_no_bit(staleness):
 
 
 def test_an_idle_state_goes_on_by_its_parts():
-    embeddings = make()
-    pipeline = pipeline_of(embeddings)
+    embeddings, pipeline = model()
     training = pipeline.run(begin(pipeline), [batch_of(0), batch_of(1)])
     for _ in training:
         pass
@@ -491,8 +495,7 @@ def test_an_idle_state_goes_on_by_its_parts():
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_bad_batch_in_a_run_loses_nothing(staleness):
-    embeddings = make()
-    pipeline = pipeline_of(embeddings, staleness=staleness)
+    embeddings, pipeline = model(staleness)
     bad = batch_of(1, seen=xrex.Ragged([1], [2] + [0] * 7))
     source = iter([batch_of(0), bad, *(batch_of(k) for k in range(1, 4))])
     training = pipeline.run(begin(pipeline), source)
@@ -546,8 +549,7 @@ def test_each_program_is_compiled_once(staleness):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_weights_may_come_and_go_between_batches(staleness):
-    embeddings = make()
-    pipeline = pipeline_of(embeddings, staleness=staleness)
+    embeddings, pipeline = model(staleness)
     ones = np.ones(12)
     batches = [batch_of(k) for k in range(4)]
     for batch in batches[1::2]:
@@ -602,8 +604,7 @@ def test_stacked_tables_keep_rates_and_schedules_of_their_own(staleness):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_predict_sees_every_update_and_changes_nothing(staleness):
-    embeddings = make()
-    pipeline = pipeline_of(embeddings, staleness=staleness)
+    embeddings, pipeline = model(staleness)
 
     def apply_fn(params: Any, embedded: Any, inputs: Any) -> Any:
         return {"user": embedded["user"] * params["w"], "y": inputs["y"] * inputs["scale"]}
@@ -626,8 +627,7 @@ def test_predict_sees_every_update_and_changes_nothing(staleness):
 
 
 def test_predict_refuses_what_is_not_per_example():
-    embeddings = make()
-    pipeline = pipeline_of(embeddings)
+    _, pipeline = model()
     state = begin(pipeline)
     with pytest.raises(ValueError, match=r"an array of shape \(\), and must return an entry"):
         pipeline.predict(state, batch_of(0), lambda p, embedded, i: jnp.mean(embedded["user"]))
@@ -666,8 +666,7 @@ def test_predict_of_one_table():
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_prefetched_batches_train_alike_from_memory_that_is_refilled(staleness):
-    embeddings = make()
-    pipeline = pipeline_of(embeddings, staleness=staleness)
+    embeddings, pipeline = model(staleness)
     buffers = batch_of(0)
 
     def loader() -> Any:
@@ -691,8 +690,7 @@ def test_prefetched_batches_train_alike_from_memory_that_is_refilled(staleness):
 
 
 def test_prefetching_raises_where_the_batch_is_needed_and_loses_nothing():
-    embeddings = make()
-    pipeline = pipeline_of(embeddings)
+    embeddings, pipeline = model()
 
     class Source:
         """Fails once, in place of its third batch, and goes on."""

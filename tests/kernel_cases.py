@@ -8,7 +8,6 @@ tests share one list: shapes chosen by hand, and some that Hypothesis draws. The
 by each test.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from pallas_kernels import api
 from pallas_kernels.gather_rows_mgpu import GatherTuning
 from pallas_kernels.segment_sum_mgpu import SegmentSumTuning
 from pallas_kernels.update_rows_mgpu import UpdateTuning
+from tests.suite_report import profile
 
 
 class Gather(NamedTuple):
@@ -55,7 +55,7 @@ class SegmentSum(NamedTuple):
     tuning: SegmentSumTuning | None
 
 
-THOROUGH = os.environ.get("XREX_PROFILE") == "thorough"
+THOROUGH = profile() == "thorough"
 
 
 def rows() -> st.SearchStrategy[tuple[int, str]]:
@@ -92,7 +92,7 @@ def _drawn(shapes: st.SearchStrategy[Any]) -> tuple[Any, ...]:
     found = []
 
     @settings(
-        max_examples=40 if THOROUGH else 3,
+        max_examples=40 if THOROUGH else 1,
         derandomize=True,
         database=None,
         deadline=None,

@@ -250,20 +250,18 @@ def split_an_axis(draw: Draw, layout: Layout, attempt: trial.Trial) -> Any:
 CHANGES = (permute_devices, rename_axes, reorder_tokens, split_an_axis)
 
 
-def check_invariance(change: Callable[..., Any]) -> Callable[[Draw, Layout], None]:
-    """A check that the layout, written down differently, computes the same bits everywhere."""
-
-    def check(draw: Draw, layout: Layout) -> None:
-        attempt = draw(
-            strategies.exact_trials(layout, dtype=draw(st.sampled_from(strategies.DTYPES)))
-        )
+def check_invariance(
+    draw: Draw, layout: Layout, changes: tuple[Callable[..., Any], ...] = CHANGES
+) -> None:
+    """The layout, written down differently, computes the same bits everywhere."""
+    dtype = draw(st.sampled_from(strategies.DTYPES))
+    attempt = draw(strategies.exact_trials(layout, dtype=dtype))
+    rule = EXACT_RULES[0]
+    first = trial.run(judge.make_handle(layout), rule, attempt, trial.quick_step)
+    for change in changes:
         changed, changed_attempt, order = change(draw, layout, attempt)
         strategies.told(changed)
-        rule = EXACT_RULES[0]
-        first = trial.run(judge.make_handle(layout), rule, attempt, trial.quick_step)
         second = trial.run(judge.make_handle(changed), rule, changed_attempt, trial.quick_step)
         for a, b in zip(first, second, strict=True):
             a = a._replace(embeddings=np.asarray(a.embeddings)[order])
             trial.assert_same_values(b, a)
-
-    return check

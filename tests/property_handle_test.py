@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import xrex
 from tests import one_layout, strategies
 from tests.judge import abstract, make_handle
-from tests.suite_report import Tally
+from tests.suite_report import Tally, examples
 from xrex.layout.layout import Layout
 
 pytestmark = pytest.mark.property
@@ -127,6 +127,7 @@ def test_other_contents_make_other_handles(tally: Tally, data: st.DataObject) ->
 
 
 @given(st.data())
+@settings(max_examples=examples(0.25))
 def test_jit_traces_once_for_each_content(tally: Tally, data: st.DataObject) -> None:
     contents = data.draw(handles())
     layout, policy = contents

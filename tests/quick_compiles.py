@@ -1,11 +1,15 @@
-"""Most of the suite's time is XLA's: what it compiles for CPUs, it compiles in less of it.
+"""Most of the suite's time is XLA's: what it compiles for CPUs, it compiles quickly, and once.
 
+A program that several tests make, each by a function of its own, is compiled for the first of them.
 Results are those of fewer optimisations. A test whose subject is what the compiler makes of a
 program, such as the memory that it takes, asks for a user's compilation by its fixtures:
 `pytestmark = pytest.mark.usefixtures("optimized")`. With XREX_OPTIMIZED=1 all do.
 """
 
+import hashlib
 import os
+from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -26,7 +30,7 @@ if jax.__version_info__ < (0, 11):
     QUICK["xla_cpu_use_fusion_emitters"] = False
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 
-# There is no public place for options of all programs of one platform.
+# There is no public place for options of all programs of one platform, nor for compiled programs.
 _get_compile_options = compiler.get_compile_options
 
 
@@ -37,8 +41,32 @@ def _get_quick_options(*arguments: Any, **named: Any) -> Any:
     return _get_compile_options(*arguments, **named)
 
 
+# The newest programs: each is some memory maps, of which Linux grants a process 65,530.
+_KEPT = 512
+_compiled: OrderedDict[Hashable, Any] = OrderedDict()
+_compile = compiler.backend_compile_and_load
+
+
+def _compile_once(
+    backend: Any, module: Any, devices: Any, options: Any, callbacks: Any, **others: Any
+) -> Any:
+    """XLA's compilation, for a CPU, of a program that was not compiled in this process lately."""
+    if backend.platform != "cpu" or callbacks:
+        return _compile(backend, module, devices, options, callbacks, **others)
+    text = module.operation.get_asm(enable_debug_info=False)
+    digest = hashlib.blake2b(text.encode()).digest()
+    key = (digest, tuple(devices), options.SerializeAsString())
+    if key not in _compiled:
+        _compiled[key] = _compile(backend, module, devices, options, callbacks, **others)
+    _compiled.move_to_end(key)
+    while len(_compiled) > _KEPT:
+        _compiled.popitem(last=False)
+    return _compiled[key]
+
+
 def pytest_sessionstart() -> None:
     """Compiles quickly from here on, in fixtures of modules too."""
+    compiler.backend_compile_and_load = _compile_once
     if os.environ.get("XREX_OPTIMIZED") != "1":
         compiler.get_compile_options = _get_quick_options
 
