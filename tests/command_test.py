@@ -152,6 +152,26 @@ def test_a_users_mistake_is_shown_as_it_is_with_its_notes(
     assert (status, err) == (2, "example: --mesh=[2]: wanted [data=2]\nOr leave it out.\n")
 
 
+def test_an_extra_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich.console")
+
+    told = "example: needs rich.console: pip install '.[train]' brings it\n"
+    assert run(capsys, [], main) == (2, "", told)
+
+
+@pytest.mark.parametrize("tool", ["check_mesh", "bench_step", "gpu_check", "train"])
+def test_a_tool_shows_its_help_without_extras(tool: str) -> None:
+    code = f"""if True:
+        import runpy, sys
+        sys.modules.update(dict.fromkeys({list(command.EXTRAS)}))  # As if not installed.
+        sys.argv = ["{tool}", "--help"]
+        runpy.run_module("tools.{tool}", run_name="__main__")
+    """
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_an_error_of_the_system_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
         Path("no/such/file").read_text()

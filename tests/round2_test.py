@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import xrex
 from tests import layouts, oracle
@@ -80,13 +81,33 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 # The caller's memory
 
 
+def spread_out(x: np.ndarray) -> jax.Array:
+    """On both devices, each copy of which may be the memory itself."""
+    return jax.device_put(x, NamedSharding(handle_of(4).mesh, P()))
+
+
+AS_ARRAY = {
+    "numpy": lambda x: x,
+    "dlpack": jnp.from_dlpack,
+    "asarray": jnp.asarray,
+    "devices": spread_out,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "devices", "staleness"),
-    [("numpy", 1, 1), ("numpy", 2, 0), ("dlpack", 1, 0), ("dlpack", 2, 1), ("asarray", 1, 1)],
+    [
+        ("numpy", 1, 1),
+        ("numpy", 2, 0),
+        ("dlpack", 1, 0),
+        ("dlpack", 2, 1),
+        ("asarray", 1, 1),
+        ("devices", 2, 1),
+    ],
 )
 def test_a_loader_may_refill_its_buffers(kind: str, devices: int, staleness: int) -> None:
     tokens = 4096
-    as_array = {"numpy": lambda x: x, "dlpack": jnp.from_dlpack, "asarray": jnp.asarray}[kind]
+    as_array = AS_ARRAY[kind]
     pipeline = pipeline_of(
         lambda params, rows, inputs: jnp.mean(inputs["labels"]) + 0 * (jnp.sum(rows) + params),
         tokens=tokens,
@@ -105,9 +126,12 @@ def test_a_loader_may_refill_its_buffers(kind: str, devices: int, staleness: int
     assert [float(m.loss) for m in metrics] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("as_array", [lambda x: x, jnp.from_dlpack], ids=["numpy", "dlpack"])
-def test_tables_parameters_and_states_may_be_written_to(as_array: Any, devices: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [("numpy", 1), ("numpy", 2), ("dlpack", 1), ("dlpack", 2), ("devices", 2)],
+)
+def test_tables_parameters_and_states_may_be_written_to(kind: str, devices: int) -> None:
+    as_array = AS_ARRAY[kind]
     pipeline = pipeline_of(devices=devices, optimizer=optax.sgd(1.0, momentum=0.5))
     table, params = aligned((VOCAB, WIDTH), np.float32), aligned((16,), np.float32)
     fresh = pipeline.init(table, jnp.zeros(16))
@@ -147,6 +171,17 @@ def test_arrays_of_eager_calls_may_be_written_to(devices: int) -> None:
         new, _, _ = xrex.update_start(handle, RULE, update, table, RULE.init(VOCAB))
         grads[:], table[:], segments[:], ids[:] = 9, 9, 3, 3
         np.testing.assert_array_equal(np.asarray(new)[:2], [[0, 0], [1, 1]], str(trial))
+
+
+@STALENESS
+def test_a_batch_of_a_saved_state_may_be_written_to_after_a_flush(staleness: int) -> None:
+    pipeline = pipeline_of(staleness=staleness)
+    ids, labels = aligned((4,), np.int32), aligned((4, WIDTH), np.float32)
+    state = pipeline.start(pipeline.init(zeros(), 0.0), xrex.Batch(ids, labels))
+    state, _ = pipeline.flush(state._replace(current_batch=xrex.Batch(ids, labels)))
+    ids[:], labels[:] = 7, 7
+    state, _ = pipeline.finish(state)
+    np.testing.assert_array_equal(state.table, zeros())
 
 
 @STALENESS

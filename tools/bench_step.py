@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -111,6 +110,8 @@ def _layout(mesh: Mesh) -> xrex.Layout:
 
 def xrex_step(asked: Settings, vocab: int, ids: np.ndarray) -> Step:
     """A step of the pipeline on one batch, over and over."""
+    import optax  # Late: an extra.
+
     mesh, width, tokens = asked.mesh, asked.layout.emb_width, len(ids)
     handle = xrex.make_context_handle(asked.layout)
     pipeline = xrex.make_pipeline(
@@ -141,6 +142,8 @@ def xrex_step(asked: Settings, vocab: int, ids: np.ndarray) -> Step:
 
 def plain_step(asked: Settings, vocab: int, ids: np.ndarray) -> Step:
     """The same with autodiff through the table and dense Adagrad."""
+    import optax  # Late: an extra.
+
     mesh, width = asked.mesh, asked.layout.emb_width
     table_sharding = NamedSharding(mesh, P(None, mesh.axis_names))
     token_sharding = NamedSharding(mesh, P(mesh.axis_names))

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 import xrex
 from tools.common import user_function
 from tools.common.command import DONE, NO, Command, UserError, wrong_value
 from tools.common.paths import output_file
-from tools.layouts import layout_text, mesh_picture
 from tools.layouts.layout_flags import FIELDS, LayoutFlags
 from xrex.layout.layout import SIZES
 
@@ -52,7 +50,6 @@ _PNG = COMMAND.words("png", None, "the name of a file", "File that gets the pict
 
 # Arguments of make_context_handle that decide nothing about a layout.
 _POLICIES = ("out_of_range", "padding_id", "implementation")
-_PIPED_WIDTH = 120
 
 
 class Settings(NamedTuple):
@@ -108,6 +105,10 @@ def layout_from_python(named: str) -> xrex.Layout:
 
 def main() -> int:
     """Prints the report of the layout that the flags describe."""
+    # Late, since rich is an extra.
+    from tools.layouts import mesh_picture
+    from tools.layouts.show import show
+
     asked = settings()
     report = xrex.explain_layout(
         asked.layout,
@@ -148,26 +149,6 @@ def as_json(report: xrex.LayoutReport) -> dict[str, Any]:
 def _plain(value: object) -> object:
     """What is neither number nor string for `json`: a size that is none, or one of NumPy's."""
     return value.item() if isinstance(value, np.generic) else str(value)
-
-
-def show(report: xrex.LayoutReport, drawn: mesh_picture.Picture | None) -> None:
-    """Prints a report: in colour on a terminal, plain elsewhere."""
-    # The terminal breaks long lines, not the tool: errors and flags are to be copied whole. Names
-    # of axes are the user's: what looks like markup in them is printed as it is.
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    console.print(layout_text.verdict(report))
-    overflow = layout_text.overflow(report)
-    if overflow is not None:
-        console.print(overflow)
-    if drawn is not None:
-        console.print(f"\n{drawn.title}")
-        console.print(mesh_picture.as_table(drawn))
-    if report.plan is None:
-        console.print(layout_text.explanation(report))
-    else:
-        console.print(layout_text.plan_tables(report.plan))
 
 
 if __name__ == "__main__":

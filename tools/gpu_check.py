@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 import xrex
@@ -39,6 +38,8 @@ WIDTHS = (8, 16, 32, 64, 128)
 
 def training_step(sizes: Sizes, implementation: str) -> dict[str, Any]:
     """Milliseconds of a whole step on one GPU, and whether a second run has the same bits."""
+    import optax  # Late: an extra.
+
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     rng = np.random.default_rng(0)
     width, steps = 128, 10

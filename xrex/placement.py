@@ -140,25 +140,25 @@ def is_weak(leaf: jax.Array) -> bool:
 
 
 def put_copy(leaf: Any, wanted: Sharding) -> jax.Array:
-    """`put` for what a caller may write to later: JAX arrays on a CPU may be NumPy's memory, too.
+    """`put` for what a caller may write to later: JAX arrays on CPUs may be NumPy's memory, too.
 
-    So are those of `jnp.from_dlpack` and, at times, of `jnp.asarray`.
+    So are those of `jnp.from_dlpack` and, at times, of `jnp.asarray` and `jax.device_put`.
     """
     return put(unless_numpys(leaf), wanted)
 
 
-def _may_be_numpys(leaf: jax.Array) -> bool:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not leaf.is_fully_addressable:
-        return False
-    devices: list[Any] = list(leaf.sharding.device_set)
-    return len(devices) == 1 and devices[0].platform == "cpu"
-
-
 def unless_numpys(leaf: Any) -> Any:
-    """The leaf; as NumPy's, which is copied later, where it may be an array of NumPy's memory."""
+    """The leaf; a copy, or NumPy's, which is copied later, where it may be NumPy's memory."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
         return leaf
-    return np.asarray(leaf) if _may_be_numpys(leaf) else leaf
+    devices: list[Any] = list(leaf.sharding.device_set)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    if is_key or not leaf.is_fully_addressable or devices[0].platform != "cpu":
+        return leaf
+    if len(devices) == 1:
+        return np.asarray(leaf)
+    # Ready before this returns: the caller may write to the memory that is read.
+    return jax.block_until_ready(jnp.copy(leaf))
 
 
 def constrain(handle: AsyncEmbContextHandle, x: jax.Array, spec: P) -> jax.Array:

@@ -30,6 +30,9 @@ from tools.common import flag_values
 DONE, NO, UNUSABLE = 0, 1, 2
 INTERRUPTED, READER_LEFT = 130, 141
 
+# Packages that a tool may import when it runs, and the extra that brings them.
+EXTRAS = {"matplotlib": "train", "optax": "train", "pyarrow": "train", "rich": "train"}
+
 # Packages whose errors are about what they were given, and say so.
 _OURS = ("xrex", "pallas_kernels")
 
@@ -151,6 +154,11 @@ class Command:
             return READER_LEFT
         except OSError as error:
             return self._refuse(_os_text(error))
+        except ModuleNotFoundError as error:
+            extra = EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            return self._refuse(f"needs {error.name}: pip install '.[{extra}]' brings it")
         except Exception as error:
             if isinstance(error, UserError) or _is_about_arguments(error):
                 return self._refuse("\n".join([str(error), *_notes(error)]))

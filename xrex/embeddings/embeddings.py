@@ -318,7 +318,7 @@ class Embeddings:
                     f"the saved stack {name!r} is {table.dtype}{table.shape}, and must be "
                     f"{dtype}{(stack.vocab, stack.handle.emb_width)}"
                 )
-            tables[name] = table
+            tables[name] = placement.unless_numpys(table)
         return tables
 
     def _find(self, name: str) -> TablePlace:

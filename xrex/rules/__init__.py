@@ -1,6 +1,6 @@
 """Update rules of embedding tables, one per file."""
 
-from xrex.rules.base import TouchedRows, UpdateRule
+from xrex.rules.base import TouchedRows, UpdateRule, saturate
 from xrex.rules.rowwise_adagrad import RowwiseAdagrad, RowwiseAdagradState
 
-__all__ = ["RowwiseAdagrad", "RowwiseAdagradState", "TouchedRows", "UpdateRule"]
+__all__ = ["RowwiseAdagrad", "RowwiseAdagradState", "TouchedRows", "UpdateRule", "saturate"]

@@ -52,7 +52,9 @@ class UpdateRule(Protocol):
     ) -> tuple[jax.Array, Any]:
         """The table and state after one update, of one shard.
 
-        Must change nothing where `rows.ids` has no row, nor anything at all unless `rows.valid`.
+        Must change nothing where `rows.ids` has no row, nor anything unless `rows.valid`, and must
+        write finite numbers alone: gradients and their sums are finite, what the rule makes of
+        them is its own (`saturate` keeps it at the largest number).
         """
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from xrex import placement
 from xrex.checks import INT32
+from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.layout.layout import is_positive_integer
 from xrex.rules.base import UpdateRule, check_state
 from xrex.table_set import TableStack, for_each
@@ -83,8 +84,10 @@ class Pipeline:
         optimizer_state=saved.optimizer_state, step=saved.step)` goes on where it stopped.
 
         Args:
-          table: (vocab, emb_width) bfloat16 or float32. Copied, unless it is a JAX array sharded
-            `P(None, table_axis)` over several devices or on a GPU, which the state takes over.
+          tables: of `Embeddings` a random key, from which each table begins on its devices, or a
+            saved state's `table`; else the one table, (vocab, emb_width) bfloat16 or float32.
+            Arrays are copied, save JAX arrays on GPUs that are sharded `P(None, table_axis)`, which
+            the state takes over.
           dense_params: any pytree of arrays and numbers, copied; leaves that are not on the mesh
             yet are replicated. Those that are no floating-point numbers are left alone.
           rule_state: to go on from, copied or taken over like the table; a fresh one where None.
@@ -93,9 +96,9 @@ class Pipeline:
             and is 0 where there are none.
 
         Raises:
-          ValueError: the table's shape is not (vocab, emb_width); a state is not the rule's; `step`
-            is given and a state that goes with it is not, or the other way round.
-          TypeError: the table is neither bfloat16 nor float32; a dense leaf is no array.
+          ValueError: a table's shape is not (vocab, width); a state is not the rule's; `step` is
+            given and a state that goes with it is not, or the other way round.
+          TypeError: a table has another dtype; a dense leaf is no array.
         """
         config, stacks = self.config, self.config.tables.stacks
         dense.check("dense_params", dense_params)
@@ -106,9 +109,9 @@ class Pipeline:
             _check_begins(fresh)
         else:
             self._check_goes_on(fresh, rules)
-        fresh = fresh._replace(table=config.tables.make_tables(tables))
         # Not the caller's: what the first step donates, and NumPy's memory in a JAX array.
-        fresh = jax.tree.map(placement.unless_numpys, fresh)._replace(step=np.int32(count))
+        fresh = jax.tree.map(placement.unless_numpys, fresh)
+        fresh = fresh._replace(step=np.int32(count), table=config.tables.make_tables(tables))
         if fresh.rule_state is None:
             fresh = fresh._replace(
                 rule_state=for_each(stacks, lambda stack, rule: rule.init(stack.vocab), rules)
@@ -173,10 +176,10 @@ class Pipeline:
           The state, and the update's result; None where nothing is ever deferred (staleness 0, or
           an idle state).
         """
-        state = self._in_place(state)
+        batch = None if state.current_batch is None else self._held(state.current_batch)
+        state = self._in_place(state._replace(current_batch=None))
         if state.previous_update is None:
-            return state, None
-        batch, state = state.current_batch, state._replace(current_batch=None)
+            return state._replace(current_batch=batch), None
         state, result = self._program(train_step.flush, self._returned(state))(state)
         return state._replace(current_batch=batch), result
 
@@ -367,11 +370,16 @@ class Pipeline:
         """The state without its batch, and the batch: it is the caller's, so never donated."""
         if state.current_batch is None:
             raise ValueError(f"the pipeline holds no batch: call start before {call}")
-        batch = state.current_batch
         self._check_in_flight(state)
-        if not all(map(_is_settled, jax.tree.leaves(batch))):
-            batch = self._placed(batch)
+        batch = self._held(state.current_batch)
         return self._in_place(state._replace(current_batch=None)), batch
+
+    def _held(self, batch: Any) -> Any:
+        """The batch that a state holds, placed if it was put together by the caller."""
+        handle = self.config.handle
+        if all(_is_settled(handle, leaf) for leaf in jax.tree.leaves(batch)):
+            return batch
+        return self._placed(batch)
 
     def _check_in_flight(self, state: PipelineState) -> None:
         """Raises for a state of a run with another staleness: its update would be lost."""
@@ -444,8 +452,8 @@ def _with_shardings(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def _is_settled(leaf: Any) -> bool:
+def _is_settled(handle: AsyncEmbContextHandle, leaf: Any) -> bool:
     """Whether a leaf of a held batch is as `start` and `step` leave it, or in a trace."""
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return True
-    return isinstance(leaf, jax.Array) and isinstance(leaf.sharding, jax.sharding.NamedSharding)
+    return isinstance(leaf, jax.Array) and placement.is_on_mesh(handle, leaf)

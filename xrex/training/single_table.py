@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from xrex import placement
 from xrex.checks import check_table
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.table_set import TableStack
@@ -33,7 +34,7 @@ class SingleTable:
         return self.handle.tokens_per_batch
 
     def make_tables(self, given: Any) -> Any:
-        """The table, once it is known to be one of these.
+        """The table, checked; not the caller's NumPy memory.
 
         Raises:
           ValueError: its shape is not (vocab, emb_width).
@@ -46,7 +47,7 @@ class SingleTable:
                 f"async_emb table has {table.shape[0]} rows, and the pipeline has "
                 f"vocab={self.stacks.vocab}"
             )
-        return table
+        return placement.unless_numpys(table)
 
     def place(self, ids: Any) -> Any:
         """The ids, checked and copied to the mesh."""

@@ -1,0 +1,28 @@
+"""Prints the report of a layout."""
+
+from rich.console import Console
+
+import xrex
+from tools.layouts import layout_text, mesh_picture
+
+_PIPED_WIDTH = 120
+
+
+def show(report: xrex.LayoutReport, drawn: mesh_picture.Picture | None) -> None:
+    """Prints a report: in colour on a terminal, plain elsewhere."""
+    # The terminal breaks long lines, not the tool: errors and flags are to be copied whole. Names
+    # of axes are the user's: what looks like markup in them is printed as it is.
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    console.print(layout_text.verdict(report))
+    overflow = layout_text.overflow(report)
+    if overflow is not None:
+        console.print(overflow)
+    if drawn is not None:
+        console.print(f"\n{drawn.title}")
+        console.print(mesh_picture.as_table(drawn))
+    if report.plan is None:
+        console.print(layout_text.explanation(report))
+    else:
+        console.print(layout_text.plan_tables(report.plan))
