@@ -1,5 +1,6 @@
 """Kernels and training steps compiled for eight H100s on a machine without any."""
 
+import collections
 import functools
 import tempfile
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
@@ -181,6 +183,65 @@ def test_the_embedding_part_stays_within_the_arena():
     updated, _ = compiled(lambda: jax.jit(apply, donate_argnums=(1, 2)).lower(update, table, state))
     assert updated.memory.aliased > table_bytes(step)
     assert looked_up.memory.temporary + updated.memory.temporary <= 1.1 * arena
+
+
+def model_with_bags():
+    """A pipeline of four tables and two bags, and shapes of a state that holds a weighted batch."""
+    import xrex
+
+    rules = [xrex.RowwiseAdagrad(learning_rate=0.1 * (k + 1)) for k in range(4)]
+    embeddings = xrex.Embeddings(
+        mesh(),
+        tables={f"t{k}": xrex.Table(vocab=10**5, width=512, rule=rules[k]) for k in range(4)},
+        features={f"f{k}": xrex.Feature(f"t{k}") for k in range(4)}
+        | {f"b{k}": xrex.Feature(f"t{k}", max_ids=8, combiner="mean") for k in range(2)},
+        batch_size=1024,
+        table_axis="x",
+        data_axis="x",
+    )
+
+    def loss_fn(params, embedded, inputs):
+        hidden = sum(embedded.values())
+        for weights in params:
+            hidden = jax.nn.relu(hidden @ weights)
+        return jnp.mean(jnp.square(hidden))
+
+    optimizer = optax.sgd(0.1)
+    pipeline = xrex.make_pipeline(embeddings, loss_fn, optimizer, staleness=1)
+    ((name, stack),) = embeddings.stacks.items()
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 3
+    state = programs.shapes(
+        mesh(),
+        xrex.PipelineState(
+            table=None,
+            rule_state={name: jax.eval_shape(lambda: rules[0].init(stack.vocab))},
+            dense_params=weights,
+            optimizer_state=jax.eval_shape(optimizer.init, weights),
+            step=jax.ShapeDtypeStruct((), jnp.int32),
+        ),
+    )
+    table = jax.ShapeDtypeStruct((stack.vocab, 512), jnp.float32)
+    return pipeline, state._replace(
+        table={name: programs.shapes(mesh(), table, None, "x")},
+        current_batch=xrex.Batch(embeddings.batch_shapes(weighted=True), ()),
+    )
+
+
+def test_a_step_with_bags_exchanges_once_each_way_and_works_in_place():
+    pipeline, state = model_with_bags()
+    report, _ = compiled(lambda: pipeline.lower_step(state, state.current_batch))
+    kinds = collections.Counter(c.kind for c in report.collectives)
+    # XLA may gather ids and segments together.
+    assert kinds["all-gather"] <= 2
+    assert kinds["all-to-all"] == 2
+    # The first outputs are the table, and what the rule holds for each of its rows.
+    for output in range(2):
+        assert f"{{{output}}}: ({output}, " in report.aliases
+    assert {kernel.name for kernel in report.kernels} == {
+        "gather_rows",
+        "segment_sum",
+        "update_rows",
+    }
 
 
 @pytest.mark.parametrize(

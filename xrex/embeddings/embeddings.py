@@ -29,6 +29,7 @@ from xrex.embeddings.stack_rows import (
 from xrex.embeddings.table import Table
 from xrex.layout.handle import AsyncEmbContextHandle, make_context_handle
 from xrex.layout.layout import AnyMesh, AxisNames, is_positive_integer
+from xrex.pooling import Bags, PackedIds
 from xrex.table_set import TableStack
 
 
@@ -230,6 +231,28 @@ class Embeddings:
             return self._put(ids), self.batch_size
         packed, examples = self._pack(ids)
         return self._put(packed), examples
+
+    def batch_shapes(self, *, weighted: bool = False) -> PackedBatch:
+        """A batch's ids as shapes with shardings, for `Pipeline.lower_step`.
+
+        Args:
+          weighted: whether some id in a bag has a weight.
+        """
+        sharding = placement.sharding(self.handle, placement.token_spec(self.handle), 1)
+
+        def shape(per_rank: int, dtype: Any) -> jax.ShapeDtypeStruct:
+            size = (self._group_size * per_rank,)
+            return jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
+
+        stacks: dict[str, Any] = {}
+        for name, plan in self.plans.items():
+            stacks[name] = shape(plan.ids_per_rank, jnp.int32)
+            if plan.bags:
+                weights = shape(plan.capacity, jnp.float32) if weighted else None
+                lengths, scales = shape(plan.num_bags, jnp.int32), shape(plan.num_bags, jnp.float32)
+                bags = Bags(lengths, scales, weights)  # type: ignore[arg-type]
+                stacks[name] = PackedIds(stacks[name], bags)
+        return PackedBatch(stacks)
 
     def by_stack(self, placed: PackedBatch) -> dict[str, Any]:
         """The ids of each stack."""
