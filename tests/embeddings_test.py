@@ -186,6 +186,37 @@ def test_a_table_begins_alike_on_any_devices_in_any_stack_and_order(ranks):
     assert 0.2 < found["users"].std() * np.sqrt(8) < 2
 
 
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_no_device_makes_a_whole_table(kind, monkeypatch):
+    made = []
+    jit = jax.jit
+
+    def remembering(function: Any, **options: Any) -> Any:
+        jitted = jit(function, **options)
+
+        def call(*arguments: Any) -> Any:
+            made.append(jitted.lower(*arguments).compile().memory_analysis())
+            return jitted(*arguments)
+
+        return call
+
+    monkeypatch.setattr(jax, "jit", remembering)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType[kind],))
+    tables = {"a": xrex.Table(vocab=100_000, width=64, rule=ADAGRAD)}
+    embeddings = xrex.Embeddings(
+        mesh, tables, {"a": xrex.Feature("a")}, 8, table_axis="x", data_axis="x"
+    )
+    (table,) = embeddings.make_tables(jax.random.key(0)).values()
+    assert table.sharding.is_equivalent_to(
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x")), 2
+    )
+    shard = 100_000 * 64 * 4 // 8
+    assert len(made) == 2
+    # XLA keeps a few arrays of a shard's size on the way from random bits to numbers.
+    assert max(m.temp_size_in_bytes for m in made) < 6 * shard
+
+
 def test_an_initializer_is_asked_for_each_table_with_a_key_of_its_own():
     def initializer(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
         return jnp.full(shape, jax.random.uniform(key), dtype)

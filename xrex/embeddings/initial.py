@@ -3,9 +3,11 @@
 import hashlib
 from collections.abc import Mapping
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from xrex import placement
 from xrex.embeddings.stack import Plan
@@ -23,23 +25,25 @@ def make_stack_table(
     """
     width, dtype = handle.emb_width, next(iter(tables.values())).dtype
     spec = placement.table_spec(handle)
-    sharding = placement.sharding(handle, spec, 2)
-    zeros = jax.jit(lambda: jnp.zeros((plan.vocab, width), dtype), out_shardings=sharding)
+    # Under explicit axes random numbers are not sharded by themselves.
+    mesh = cast(Mesh, handle.mesh)
+    mesh = Mesh(mesh.devices, mesh.axis_names)
+    sharding = NamedSharding(mesh, spec)
     # An array of one device would not go together with those of others.
-    key = placement.put_copy(key, placement.sharding(handle, placement.REPLICATED, key.ndim))
-    stack = zeros()
+    key = placement.put_copy(key, NamedSharding(mesh, placement.REPLICATED))
+    stack = jax.jit(partial(jnp.zeros, (plan.vocab, width), dtype), out_shardings=sharding)()
     for name, table in tables.items():
         first = plan.first_rows[name]
 
         def write(stack: jax.Array, key: jax.Array, table: Table, first: int) -> jax.Array:
-            values = placement.constrain(handle, table.begin(key), spec)
+            values = jax.lax.with_sharding_constraint(table.begin(key), sharding)
             return jax.lax.dynamic_update_slice(stack, values, (first, 0))
 
         write_table = jax.jit(
             partial(write, table=table, first=first), donate_argnums=0, out_shardings=sharding
         )
         stack = write_table(stack, key_of(key, name))
-    return stack
+    return jax.device_put(stack, placement.sharding(handle, spec, 2))
 
 
 def key_of(key: jax.Array, name: str) -> jax.Array:
