@@ -75,7 +75,7 @@ def make_pipeline(
       per_example: which leaves of the inputs are per example: a tree prefix of booleans, such as
         {"labels": True, "class_weights": False}. By default those whose first axis is `batch_size`
         (or `tokens_per_batch`) long. Name them where examples have several tokens each, or where a
-        constant happens to be as long. Matters to `accumulation_steps` and `predict`.
+        constant happens to be as long. Matters to `accumulation_steps` alone.
 
     Raises:
       ValueError: a parameter is out of its range, micro-batches do not divide a rank's examples, or

@@ -214,7 +214,12 @@ class Pipeline:
         return Run(self, state, batches)
 
     def predict(
-        self, state: PipelineState, batch: Batch, apply_fn: Callable[[Any, Any, Any], Any]
+        self,
+        state: PipelineState,
+        batch: Batch,
+        apply_fn: Callable[[Any, Any, Any], Any],
+        *,
+        per_example: Any = None,
     ) -> Any:
         """What a model makes of a batch: forward only. The state is not changed.
 
@@ -223,10 +228,13 @@ class Pipeline:
 
         Args:
           state: at any point of a run.
-          batch: of any size up to a whole batch's; it is padded.
+          batch: of any size up to a whole batch's; it is padded. Its inputs may be others than
+            those of training.
           apply_fn: `apply_fn(dense_params, embedded, inputs)` returns any pytree of arrays with an
             entry for each example; `embedded` is what the loss function sees. Compiled once: pass
             the same function in each call.
+          per_example: which leaves of the inputs are per example, as of `make_pipeline`; by default
+            those whose first axis has an entry for each.
 
         Returns:
           What `apply_fn` returned, of the batch's own examples.
@@ -234,7 +242,7 @@ class Pipeline:
         Raises:
           ValueError: as in `step`; an output has no entry for each example.
         """
-        config = self.config
+        config = dataclasses.replace(self.config, per_example=per_example, accumulation_steps=1)
         ids, examples = config.tables.place_part(batch.token_ids)
         padded = inputs.pad(config, batch.inputs, examples)
         placed = Batch(config.tables.by_stack(ids), inputs.place(config, padded))
