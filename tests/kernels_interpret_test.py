@@ -8,8 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import gather_rows_mgpu, reference, segment_sum_mgpu, update_rows_mgpu
@@ -91,21 +90,28 @@ def test_update_rows_has_the_references_bits(case, seed):
 
 
 @pytest.mark.parametrize("case", cases.SEGMENT_SUMS, ids=cases.name)
-@given(seed=cases.SEEDS, exact=st.just(True))
+@given(seed=cases.SEEDS)
 @settings(EXAMPLES)
-@example(seed=0, exact=False)
-def test_segment_sum_adds_in_the_promised_order(case, seed, exact):
-    values, ids = cases.segment_sum_arguments(case, seed, exact=exact)
-    actual, squares = run(segment_sum(case, gpu_interpreter.interpreter()), values, ids)
-    if exact:  # No order shows: the reference, whose order is another, must agree.
-        expected = reference.segment_sum(*cases.as_jax((values, ids)), case.segments, case.dtype)
-        assert_same_bits((actual, squares), expected)
-    else:
-        tuning = case.tuning or segment_sum_mgpu.SegmentSumTuning.choose(case.width)
-        sums = cases.segment_sum_oracle(values, ids, case.segments, tuning.rows)
-        sums = sums.astype(values.dtype).astype(np.float32)
-        assert_same_bits(actual, sums)
-        np.testing.assert_allclose(squares, np.sum(sums * sums, axis=1), rtol=1e-5)
+def test_segment_sum_adds_in_the_promised_order(case, seed):
+    """Of every second segment no order shows: the reference, whose order is another, must agree."""
+    values, ids = cases.segment_sum_arguments(case, seed, exact=False)
+    exact_values, same_ids = cases.segment_sum_arguments(case, seed, exact=True)
+    assert_same_bits(ids, same_ids)
+    # Not of the last one, which may hold most tokens.
+    is_exact = (case.segments - 1 - np.arange(case.segments)) % 2 == 1
+    inside = (ids >= 0) & (ids < case.segments)
+    exact_tokens = inside & is_exact[np.where(inside, ids, 0)]
+    values = np.where(exact_tokens[:, None], exact_values, values)
+    sums, squares = run(segment_sum(case, gpu_interpreter.interpreter()), values, ids)
+
+    tuning = case.tuning or segment_sum_mgpu.SegmentSumTuning.choose(case.width)
+    expected = cases.segment_sum_oracle(values, ids, case.segments, tuning.rows)
+    expected = expected.astype(values.dtype).astype(np.float32)
+    assert_same_bits(sums, expected)
+    np.testing.assert_allclose(squares, np.sum(expected * expected, axis=1), rtol=1e-5)
+    referred = reference.segment_sum(*cases.as_jax((values, ids)), case.segments, case.dtype)
+    for actual, other in zip((sums, squares), referred, strict=True):
+        assert_same_bits(np.asarray(actual)[is_exact], np.asarray(other)[is_exact])
 
 
 @pytest.mark.parametrize(("dtype", "splits"), [("float32", 1), ("bfloat16", 2)])
