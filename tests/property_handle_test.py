@@ -1,5 +1,6 @@
 """Handles are values: equal exactly when their contents are, in dicts, pickles and under jit."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -126,23 +127,40 @@ def test_other_contents_make_other_handles(tally: Tally, data: st.DataObject) ->
     tally("examples of different handles")
 
 
-@given(st.data())
-@settings(max_examples=examples(0.25))
-def test_jit_traces_once_for_each_content(tally: Tally, data: st.DataObject) -> None:
+def check_traces(
+    data: st.DataObject, size: Callable[[Any, xrex.AsyncEmbContextHandle], int]
+) -> None:
+    """A function of a handle, and of an equal one, is traced once, and again for another handle.
+
+    Args:
+      data: draws the handles.
+      size: what it takes of the jitted function and a handle to know the result's length.
+    """
     contents = data.draw(handles())
     layout, policy = contents
     traced = []
 
     @jax.jit(static_argnums=0)
-    def scaled(handle: xrex.AsyncEmbContextHandle, x: jax.Array) -> jax.Array:
+    def ones(handle: xrex.AsyncEmbContextHandle) -> jax.Array:
         traced.append(handle)
-        return x * handle.group_size
+        return jnp.ones(handle.group_size)
 
     one, two = make(contents), make((one_layout.rebuilt(layout), policy))
     other = make(data.draw(other_contents(contents)))
-    x = jnp.ones((), jnp.int32)
-    assert scaled(one, x) == scaled(two, x) == one.group_size
-    assert traced == [one]
-    assert scaled(other, x) == other.group_size
-    assert traced == [one, other]
+    for handle, so_far in ((one, [one]), (two, [one]), (other, [one, other])):
+        assert size(ones, handle) == handle.group_size
+        assert traced == so_far
+
+
+@given(st.data())
+def test_jit_traces_once_for_each_content(tally: Tally, data: st.DataObject) -> None:
+    check_traces(data, lambda ones, handle: ones.eval_shape(handle).size)
     tally("examples of handles under jit")
+
+
+# Fewer, since each compiles two programs.
+@given(st.data())
+@settings(max_examples=examples(0.1))
+def test_a_call_traces_once_for_each_content(tally: Tally, data: st.DataObject) -> None:
+    check_traces(data, lambda ones, handle: int(np.asarray(ones(handle)).sum()))
+    tally("examples of handles under jit, called")
