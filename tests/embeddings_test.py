@@ -329,7 +329,7 @@ def test_a_table_is_read_and_set_only_where_nothing_is_owed_to_it():
         ),
         (
             {"seen": xrex.Ragged([1], [1] + [0] * 7, [1e300])},
-            "feature 'seen': the weight at position 0, 1e\\+300, is too large",
+            "'seen': the weight 1e\\+300 of example 0 is too large",
         ),
     ],
 )
@@ -399,7 +399,7 @@ def test_an_id_outside_its_table_is_zeros_and_counted_though_its_stack_has_such_
     assert (int(metrics.out_of_range), int(metrics.cut)) == (3, 0)  # -1 is padding.
     after = all_tables(embeddings, state)["users"]
     assert (after[4:] == before["users"][4:]).all()
-    with pytest.raises(ValueError, match="'user': id 30 at position 0 is outside the table"):
+    with pytest.raises(ValueError, match="'user': id 30 of example 0 is outside the table 'users'"):
         make(out_of_range="raise").place(ids_of(user=user))
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xrex.checks import raise_first
 from xrex.embeddings.feature import Feature
 from xrex.embeddings.read import FeatureIds
 from xrex.embeddings.stack import Plan
@@ -95,10 +94,18 @@ def _rows_of(
     rows = read.ids + np.int32(first_row)
     if count:
         if policy.raises_out_of_range:
-            complaint = f"is outside the table {table!r} of {vocab} rows"
-            raise_first(f"feature {name!r}", read.ids, outside, complaint)
+            position = int(np.argmax(outside))
+            raise ValueError(
+                f"feature {name!r}: id {read.ids[position]} of example "
+                f"{_example_of(read, position)} is outside the table {table!r} of {vocab} rows"
+            )
         rows[outside] = -1
     return rows, count
+
+
+def _example_of(read: FeatureIds, position: int) -> int:
+    """The example that the id at a position belongs to."""
+    return int(np.searchsorted(np.cumsum(read.lengths), position, side="right"))
 
 
 def _within_max_ids(
@@ -113,7 +120,7 @@ def _within_max_ids(
         example = int(np.argmax(too_long))
         error = ValueError(
             f"feature {name!r}: example {example} has {read.lengths[example]} ids, and "
-            f"max_ids={feature.max_ids}"
+            f"max_ids={feature.max_ids} allows {most}"
         )
         error.add_note("Make max_ids larger, or pass overflow='cut' to keep the first ones.")
         raise error
@@ -218,8 +225,9 @@ def _factors(name: str, feature: Feature, read: FeatureIds) -> np.ndarray | None
     if not np.isfinite(factors).all():
         position = int(np.argmin(np.isfinite(factors)))
         raise ValueError(
-            f"feature {name!r}: the weight at position {position}, {read.weights[position]}, is "
-            "too large for float32, or too large beside the sum of its bag's weights"
+            f"feature {name!r}: the weight {read.weights[position]} of example "
+            f"{_example_of(read, position)} is too large for float32, or too large beside the sum "
+            "of its bag's weights"
         )
     return factors
 

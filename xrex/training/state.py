@@ -14,7 +14,8 @@ class Batch(NamedTuple):
     """One batch of a training stream.
 
     Attributes:
-      token_ids: shape=(tokens_per_batch,), integers
+      token_ids: shape=(tokens_per_batch,), integers; of `Embeddings` the ids of each feature, by
+        its name (see `Feature`)
       inputs: what the loss needs besides the rows: any pytree of arrays and numbers, random keys
         among them. Leaves whose first axis divides evenly are sharded over the data axis, others
         replicated.
@@ -45,7 +46,8 @@ class PipelineState(NamedTuple):
     """Everything that a step reads and writes: a plain pytree.
 
     Attributes:
-      table: shape=(vocab, emb_width), sharded `P(None, table_axis)`
+      table: shape=(vocab, emb_width), sharded `P(None, table_axis)`; of `Embeddings` one for each
+        stack, by its name. So it is with all that belongs to a table.
       rule_state: state of the table's update rule
       dense_params: parameters of the dense model; those that are no floating-point numbers are
         left alone
@@ -83,7 +85,8 @@ class StepMetrics(NamedTuple):
         # shape=(), dtype=jnp.int32
       update: the result of the table update that this call applied: with staleness 1 that of the
         batch before, except in `finish`, where it is its own. Not valid, and zeros, where there was
-        none: in the first step, after a skipped batch, after `flush`.
+        none: in the first step, after a skipped batch, after `flush`. Of `Embeddings` one for each
+        stack; what it drops there are places without an id.
       aux: what the loss function returned beside the loss; () if nothing
       out_of_range: ids of the batch outside their tables; of `Embeddings`.  # shape=()
       cut: ids of the batch left out for lack of room in a bag's `max_ids` or in `capacity`; of
