@@ -4,13 +4,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from xrex.embeddings.feature import Feature
 from xrex.embeddings.table import Table
 from xrex.layout.handle import AsyncEmbContextHandle
-from xrex.rules.base import rule_at
+from xrex.rules.base import rule_of_any_step
 from xrex.rules.stacked import kind_of, stacked
 from xrex.table_set import TableStack
 
@@ -77,7 +76,7 @@ def group_tables(tables: Mapping[str, Table]) -> dict[str, list[str]]:
     stacks: dict[str, list[str]] = {}
     for names in groups.values():
         table = tables[names[0]]
-        rule = type(rule_at(table.rule, jnp.zeros((), jnp.int32))).__name__
+        rule = type(rule_of_any_step(table.rule)).__name__
         base = name = f"{table.width}_{table.dtype.name}_{rule}"
         number = 2
         while name in stacks:

@@ -1,7 +1,7 @@
 """What an update rule is: a state, and how touched rows and their state change."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +63,31 @@ RuleOrSchedule = UpdateRule | Callable[[jax.Array], UpdateRule]
 
 def rule_at(rule: RuleOrSchedule, step: jax.Array) -> UpdateRule:
     """The update rule for the gradients of batch `step`."""
-    # A rule may have a __call__ of its own: what tells it from a schedule is what it can do.
-    if hasattr(rule, "apply") and hasattr(rule, "init"):
+    if is_rule(rule):
         return rule
-    return rule(step)
+    schedule: Any = rule
+    made: UpdateRule = schedule(step)
+    return made
+
+
+def rule_of_any_step(rule: RuleOrSchedule) -> UpdateRule:
+    """A rule for what is the same in every step: its type, its kind, its state's shape.
+
+    No device is touched, as a model may be planned where there is none: the numbers of a schedule's
+    rule are those of a trace, not to be read.
+    """
+    if is_rule(rule):
+        return rule
+    found: list[UpdateRule] = []
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    jax.eval_shape(lambda step: found.append(rule_at(rule, step)), step)
+    return found[0]
+
+
+def is_rule(given: RuleOrSchedule) -> TypeGuard[UpdateRule]:
+    """Whether it is a rule, rather than a schedule."""
+    # A rule may have a __call__ of its own: what tells it from a schedule is what it can do.
+    return hasattr(given, "apply") and hasattr(given, "init")
 
 
 def is_finite(rule: UpdateRule) -> jax.Array:

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import api as kernels
-from xrex.rules.base import RuleOrSchedule, TouchedRows, UpdateRule, rule_at
+from xrex.rules.base import (
+    RuleOrSchedule,
+    TouchedRows,
+    UpdateRule,
+    is_rule,
+    rule_at,
+    rule_of_any_step,
+)
 
 
 @runtime_checkable
@@ -88,7 +95,7 @@ class StackedRule:
 
 def kind_of(rule: RuleOrSchedule) -> Hashable:
     """Tables whose rules have equal kinds may be stacked."""
-    first = rule_at(rule, jnp.zeros((), jnp.int32))
+    first = rule_of_any_step(rule)
     if isinstance(first, StackableRule):
         return type(first), first.kind
     # A rule of another sort can be shared if it is the same for all.
@@ -104,6 +111,6 @@ def stacked(rules: Sequence[RuleOrSchedule], first_rows: Sequence[int]) -> RuleO
     if all(rule is rules[0] or rule == rules[0] for rule in rules):
         return rules[0]
     rows = tuple(first_rows)
-    if all(rule_at(rule, jnp.zeros((), jnp.int32)) is rule for rule in rules):
+    if all(is_rule(rule) for rule in rules):
         return StackedRule(tuple(rules), rows)  # type: ignore[arg-type]
     return lambda step: StackedRule(tuple(rule_at(rule, step) for rule in rules), rows)  # type: ignore[misc]
