@@ -6,11 +6,9 @@ dense model's are its own affair, and XLA's GPU backend holds other buffers); an
 four for a whole step whose table is as large, beside its batch, as tables are.
 """
 
-import math
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import xrex
 from tests import layouts
+from tests.planned_models import per_rank_bytes, sent, traced_collectives
 from xrex.layout.plan import Plan, plan_layout
 from xrex.training import step as train_step
 from xrex.training.state import detach_bags
@@ -58,11 +57,6 @@ def plan(mesh: Any = None, axes: Any = "x", *, data: Any = None, **changes: Any)
 
 def bytes_of(planned: Plan, group: str) -> int:
     return sum(array.bytes for array in planned.memory.arrays if array.group == group)
-
-
-def per_rank_bytes(tree: Any) -> int:
-    """Bytes of the arrays' shards on the first device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 # Memory
@@ -196,29 +190,6 @@ def test_what_is_reserved_may_leave_no_room() -> None:
 
 
 # Wire
-
-
-COLLECTIVES = {"all_gather": "all-gather", "all_to_all": "all-to-all", "psum": "all-reduce"}
-
-
-def traced_collectives(jaxpr: Any) -> list[tuple[str, int]]:
-    """Each collective of a traced function, and the bytes of a rank's operand."""
-    found = []
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name.removesuffix("_invariant")
-        if name in COLLECTIVES:
-            size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.invars)
-            found.append((COLLECTIVES[name], size))
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            found += traced_collectives(inner)
-    return found
-
-
-def sent(operation: str, size: int, ranks: int) -> int:
-    """Bytes that a rank sends of an operand, each message straight to its peer."""
-    if operation == "all-gather":
-        return (ranks - 1) * size
-    return (2 if operation == "all-reduce" else 1) * (ranks - 1) * size // ranks
 
 
 @pytest.mark.parametrize(("case", "dtype", "lazy"), FEW_OF_EACH, ids=str)

@@ -12,12 +12,17 @@ import jax.numpy as jnp
 from xrex.checks import TABLE_DTYPES, check_vocab
 from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.layout.plan_memory import MemoryPlan, plan_memory
+from xrex.layout.plan_warnings import (
+    warn_of_devices,
+    warn_of_idle_axes,
+    warn_of_nodes,
+    warn_of_room,
+    warn_of_small_messages,
+    warn_of_state,
+)
 from xrex.layout.plan_wire import CollectivePlan, NodePlan, plan_nodes, plan_wire
 from xrex.rules import RowwiseAdagrad
 from xrex.rules.base import UpdateRule
-
-# Below it, a message costs its latency more than its bytes.
-SMALL_MESSAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -100,65 +105,14 @@ def plan_layout(
 
 
 def _warnings(handle: AsyncEmbContextHandle, plan: Plan) -> Iterator[str]:
-    yield from _warn_of_small_messages(plan)
-    yield from _warn_of_nodes(handle, plan.nodes)
-    yield from _warn_of_capacity(handle, plan)
-    yield from _warn_of_memory(plan.memory)
-    idle = [axis for axis, size in handle.mesh.shape.items() if size > 1]
-    idle = [axis for axis in idle if axis not in handle.table_axis]
-    if idle:
-        yield (
-            f"The mesh axes {tuple(idle)} shard neither columns nor tokens: "
-            f"{plan.communicators} communicators do the same work on equal copies of the table."
-        )
-
-
-def _warn_of_small_messages(plan: Plan) -> Iterator[str]:
-    small = [part for part in plan.wire if part.message_bytes < SMALL_MESSAGE_BYTES]
-    if small:
-        sizes = ", ".join(f"{part.name} {part.message_bytes} bytes" for part in small)
-        yield (
-            f"Messages under {SMALL_MESSAGE_BYTES // 1024} KB per peer cost their latency more "
-            f"than their bytes ({sizes}): use more tokens per batch, or fewer ranks."
-        )
-
-
-def _warn_of_nodes(handle: AsyncEmbContextHandle, nodes: NodePlan) -> Iterator[str]:
-    if not nodes.even:
-        fewest, most = nodes.ranks_per_node
-        yield (
-            f"A communicator spans nodes unevenly, with {fewest} to {most} ranks per node: "
-            "the fullest node's links decide its pace."
-        )
-    if handle.mesh.size > nodes.devices_per_node and handle.mesh.size % nodes.devices_per_node:
-        yield (
-            f"{handle.mesh.size} devices do not fill nodes of {nodes.devices_per_node}: "
-            "the last node is not full."
-        )
-
-
-def _warn_of_capacity(handle: AsyncEmbContextHandle, plan: Plan) -> Iterator[str]:
-    most = (
-        handle.tokens_per_batch if plan.vocab is None else min(handle.tokens_per_batch, plan.vocab)
+    tokens, memory = handle.tokens_per_batch, plan.memory
+    yield from warn_of_small_messages(plan.wire)
+    yield from warn_of_nodes(handle, plan.nodes)
+    yield from warn_of_room(
+        handle.num_unique, tokens if plan.vocab is None else min(tokens, plan.vocab)
     )
-    if handle.num_unique < most:
-        yield (
-            f"A batch may hold {most} distinct ids, and num_unique={handle.num_unique} has room "
-            "for fewer: tokens of the largest ids get no gradient, and are counted in `dropped`."
-        )
-
-
-def _warn_of_memory(memory: MemoryPlan) -> Iterator[str]:
-    if memory.table is None or memory.state is None or memory.total is None:
-        return
-    if memory.state > memory.table:
-        yield (
-            "The update rule's state is larger than the table on each rank, because it is not "
-            "sharded: fewer ranks per communicator would hold wider rows."
-        )
-    for capacity in memory.largest_vocab:
-        if memory.total + memory.reserved > capacity.device_bytes:
-            yield (
-                f"Table, state, pins and temporary do not fit into "
-                f"{capacity.device_bytes // 10**9} GB."
-            )
+    if memory.table is not None and memory.state is not None:
+        yield from warn_of_state(memory.table, memory.state)
+    if memory.total is not None:
+        yield from warn_of_devices(memory.total + memory.reserved)
+    yield from warn_of_idle_axes(handle, plan.communicators)

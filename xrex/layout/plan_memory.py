@@ -1,7 +1,7 @@
 """Bytes that a layout takes on each rank: table, state, what is in flight, what a step holds."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from xrex.layout.handle import AsyncEmbContextHandle
+from xrex.layout.plan_wire import RankIds
 from xrex.rules.base import UpdateRule
 
 # What GPUs are sold with, in the units of their makers.
@@ -95,28 +96,51 @@ def plan_memory(
     reserved_bytes: int,
 ) -> MemoryPlan:
     """Plans the bytes of a rank; see `xrex.layout.plan.plan_layout` for the arguments."""
-    pins, temporary = tuple(_pins(handle, dtype)), tuple(_temporary(handle, dtype))
-    table = () if vocab is None else (_table(handle, dtype, vocab),)
-    state = () if vocab is None else tuple(_state(handle, rule, vocab))
+    arrays = plan_arrays(handle, vocab, dtype, rule)
+    pins, temporary = group_bytes(arrays, "pins"), group_bytes(arrays, "temporary")
     one_row, two_rows = (
         sum(array.bytes for array in (_table(handle, dtype, rows), *_state(handle, rule, rows)))
         for rows in (1, 2)
     )
     bytes_per_row = two_rows - one_row
-    fixed = one_row - bytes_per_row + reserved_bytes + _bytes(pins) + _bytes(temporary)
+    fixed = one_row - bytes_per_row + reserved_bytes + pins + temporary
     return MemoryPlan(
-        table=None if vocab is None else _bytes(table),
-        state=None if vocab is None else _bytes(state),
-        pins=_bytes(pins),
-        temporary=_bytes(temporary),
+        table=None if vocab is None else group_bytes(arrays, "table"),
+        state=None if vocab is None else group_bytes(arrays, "state"),
+        pins=pins,
+        temporary=temporary,
         bytes_per_row=bytes_per_row,
         reserved=reserved_bytes,
-        arrays=(*table, *state, *pins, *temporary),
+        arrays=arrays,
         largest_vocab=tuple(
             Capacity(device, min(_MOST_ROWS, max(0, (device - fixed) // bytes_per_row)))
             for device in DEVICE_BYTES
         ),
     )
+
+
+def plan_arrays(
+    handle: AsyncEmbContextHandle,
+    vocab: int | None,
+    dtype: np.dtype,
+    rule: UpdateRule,
+    rank_ids: RankIds | None = None,
+) -> tuple[ArrayPlan, ...]:
+    """What a rank holds; see `plan_memory` for the arguments, and `plan_wire` for `rank_ids`."""
+    ids = rank_ids or RankIds(handle.tokens_per_rank)
+    known = () if vocab is None else (_table(handle, dtype, vocab), *_state(handle, rule, vocab))
+    return (*known, *_pins(handle, dtype, ids), *_temporary(handle, dtype, ids))
+
+
+def group_bytes(arrays: Iterable[ArrayPlan], group: str) -> int:
+    """The bytes of all arrays of a group."""
+    return sum(array.bytes for array in arrays if array.group == group)
+
+
+def state_bytes_per_row(handle: AsyncEmbContextHandle, rule: UpdateRule) -> int:
+    """What a rule's state grows by with each row of the vocabulary."""
+    one, two = (sum(array.bytes for array in _state(handle, rule, rows)) for rows in (1, 2))
+    return two - one
 
 
 def _table(handle: AsyncEmbContextHandle, dtype: np.dtype, vocab: int) -> ArrayPlan:
@@ -133,33 +157,47 @@ def _state(handle: AsyncEmbContextHandle, rule: UpdateRule, vocab: int) -> Itera
         yield _array("state", jax.tree_util.keystr(path).lstrip("."), shape, leaf.dtype)
 
 
-def _pins(handle: AsyncEmbContextHandle, dtype: np.dtype) -> Iterator[ArrayPlan]:
+def _pins(handle: AsyncEmbContextHandle, dtype: np.dtype, rank_ids: RankIds) -> Iterator[ArrayPlan]:
     """`current_lookup` and `previous_update` of `xrex.training.state.PipelineState`, a rank's."""
-    tokens, width, int32 = handle.tokens_per_rank, handle.shard_width, np.dtype(np.int32)
+    rows, width, int32 = handle.tokens_per_rank, handle.shard_width, np.dtype(np.int32)
     for name, shape, kind in (
-        ("lookup: rows in flight", (handle.group_size, tokens, width), dtype),
+        ("lookup: rows in flight", (handle.group_size, rows, width), dtype),
         ("lookup: unique tokens", (handle.num_unique,), int32),
-        ("lookup: segment ids", (tokens,), int32),
+        ("lookup: segment ids", (rank_ids.ids,), int32),
         ("lookup: dropped", (), int32),
-        ("update: gradients", (tokens, handle.emb_width), dtype),
+        *_bags("lookup", rank_ids),
+        ("update: gradients", (rows, handle.emb_width), dtype),
         ("update: unique tokens", (handle.num_unique,), int32),
-        ("update: segment ids", (tokens,), int32),
+        ("update: segment ids", (rank_ids.ids,), int32),
         ("update: pending", (), np.dtype(bool)),
+        *_bags("update", rank_ids),
     ):
         yield _array("pins", name, shape, kind)
 
 
-def _temporary(handle: AsyncEmbContextHandle, dtype: np.dtype) -> Iterator[ArrayPlan]:
+def _bags(of: str, rank_ids: RankIds) -> Iterator[tuple[str, tuple[int, ...], np.dtype]]:
+    """The bags of what is in flight, where there are any."""
+    if rank_ids.bags:
+        yield f"{of}: lengths of bags", (rank_ids.bags,), np.dtype(np.int32)
+        yield f"{of}: scales of bags", (rank_ids.bags,), np.dtype(np.float32)
+    if rank_ids.weights:
+        yield f"{of}: weights in bags", (rank_ids.weights,), np.dtype(np.float32)
+
+
+def _temporary(
+    handle: AsyncEmbContextHandle, dtype: np.dtype, rank_ids: RankIds
+) -> Iterator[ArrayPlan]:
     """What an update holds at its peak, beside its arguments."""
-    tokens, width = handle.tokens_per_batch, handle.shard_width
+    rows, ids = handle.tokens_per_batch, rank_ids.ids * handle.group_size
+    width = handle.shard_width
     int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
     for name, shape, kind in (
-        ("gradients received", (tokens, width), dtype),
-        ("gradients in float32", (tokens, width), float32),
+        ("gradients received", (rows, width), dtype),
+        ("gradients in float32", (ids, width), float32),
         ("sums by row", (handle.num_unique, width), float32),
         ("square sums by row", (handle.num_unique,), float32),
-        ("segment ids of all ranks", (tokens,), int32),
-        ("rows to sum into", (tokens,), int32),
+        ("segment ids of all ranks", (ids,), int32),
+        ("rows to sum into", (ids,), int32),
     ):
         yield _array("temporary", name, shape, kind)
 
@@ -167,7 +205,3 @@ def _temporary(handle: AsyncEmbContextHandle, dtype: np.dtype) -> Iterator[Array
 def _array(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> ArrayPlan:
     dtype = np.dtype(dtype)
     return ArrayPlan(group, name, shape, dtype.name, math.prod(shape) * dtype.itemsize)
-
-
-def _bytes(arrays: tuple[ArrayPlan, ...]) -> int:
-    return sum(array.bytes for array in arrays)

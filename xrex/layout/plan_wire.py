@@ -1,10 +1,30 @@
 """What a step sends between ranks, and which part of it leaves a node."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from xrex.layout.handle import AsyncEmbContextHandle
+
+
+class RankIds(NamedTuple):
+    """What a rank has of ids and bags. Numbers of 32 bits, which travel together.
+
+    Attributes:
+      ids: single ones, and the capacity of its bags.
+      bags: each with a length and a scale.
+      weights: of the ids in bags; 0 where a batch has none.
+    """
+
+    ids: int
+    bags: int = 0
+    weights: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return 4 * (self.ids + 2 * self.bags + self.weights)
 
 
 @dataclass(frozen=True)
@@ -53,7 +73,10 @@ class NodePlan:
 
 
 def plan_wire(
-    handle: AsyncEmbContextHandle, itemsize: int, pairs_across_nodes: float
+    handle: AsyncEmbContextHandle,
+    itemsize: int,
+    pairs_across_nodes: float,
+    rank_ids: RankIds | None = None,
 ) -> tuple[CollectivePlan, ...]:
     """The collectives of one step, in the order of their use; none where there is one rank.
 
@@ -61,11 +84,12 @@ def plan_wire(
       handle: the layout.
       itemsize: bytes of one element of the table.
       pairs_across_nodes: as in `NodePlan`.
+      rank_ids: where they are more than a rank's rows; None means an id for each row.
     """
     if handle.group_size == 1:
         return ()
     peers = handle.group_size - 1
-    ids = 4 * handle.tokens_per_rank
+    ids = (rank_ids or RankIds(handle.tokens_per_rank)).bytes
     rows = handle.tokens_per_rank * handle.shard_width * itemsize
     statistics = 4 * handle.num_unique
     # An all-reduce scatters the sums and gathers them again, a part per rank each time.
