@@ -190,6 +190,10 @@ class Command:
         if stray:
             raise UserError(f"{stray[0]!r} belongs to no flag: flags are --name=value")
 
+    def is_given(self, name: str) -> bool:
+        """Whether the command line has the flag."""
+        return not self.flags[name].using_default_value
+
     def help_text(self) -> str:
         """What `--help` prints: the tool's text, and each flag with its default."""
         parts = [self._text, "\nFlags:"]

@@ -10,6 +10,7 @@ from rich.text import Text
 from xrex.layout.explain import BrokenRequirement, LayoutReport
 from xrex.layout.plan import Plan
 from xrex.layout.plan_memory import ArrayPlan
+from xrex.layout.plan_wire import NodePlan
 
 
 def verdict(report: LayoutReport) -> RenderableType:
@@ -71,7 +72,7 @@ def _broken_part(
 
 def plan_tables(plan: Plan) -> RenderableType:
     """Memory, wire, nodes, capacity and warnings."""
-    parts: list[RenderableType] = [_memory(plan), _wire(plan), Text(_nodes(plan))]
+    parts: list[RenderableType] = [_memory(plan), _wire(plan), Text(nodes_text(plan.nodes))]
     parts.extend(Text(line) for line in _capacity(plan))
     parts.extend(Text(f"WARNING: {text}", style="yellow") for text in plan.warnings)
     return Group(*parts)
@@ -130,8 +131,8 @@ def _wire(plan: Plan) -> Table:
     return table
 
 
-def _nodes(plan: Plan) -> str:
-    nodes = plan.nodes
+def nodes_text(nodes: NodePlan) -> str:
+    """How communicators lie on nodes, in one line."""
     return (
         f"\nNodes of {nodes.devices_per_node} devices: {nodes.num_nodes}. "
         f"A communicator lies on {_between(nodes.nodes_per_communicator)} of them, with "

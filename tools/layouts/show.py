@@ -10,19 +10,25 @@ _PIPED_WIDTH = 120
 
 def show(report: xrex.LayoutReport, drawn: mesh_picture.Picture | None) -> None:
     """Prints a report: in colour on a terminal, plain elsewhere."""
-    # The terminal breaks long lines, not the tool: errors and flags are to be copied whole. Names
-    # of axes are the user's: what looks like markup in them is printed as it is.
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    console.print(layout_text.verdict(report))
+    out = console()
+    out.print(layout_text.verdict(report))
     overflow = layout_text.overflow(report)
     if overflow is not None:
-        console.print(overflow)
+        out.print(overflow)
     if drawn is not None:
-        console.print(f"\n{drawn.title}")
-        console.print(mesh_picture.as_table(drawn))
+        out.print(f"\n{drawn.title}")
+        out.print(mesh_picture.as_table(drawn))
     if report.plan is None:
-        console.print(layout_text.explanation(report))
+        out.print(layout_text.explanation(report))
     else:
-        console.print(layout_text.plan_tables(report.plan))
+        out.print(layout_text.plan_tables(report.plan))
+
+
+def console() -> Console:
+    """Where reports go."""
+    # The terminal breaks long lines, not the tool: errors and flags are to be copied whole. Names
+    # of axes are the user's: what looks like markup in them is printed as it is.
+    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if not out.is_terminal:
+        out.width = _PIPED_WIDTH
+    return out
