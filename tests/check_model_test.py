@@ -29,6 +29,12 @@ def narrow():
     return click_model(parse_mesh("x=16"))
 def no_axis():
     return click_model(parse_mesh("y=4"))
+def long():
+    return click_model(parse_mesh("x=4"), batch_size=2**29)
+def many():
+    features = {name: xrex.Feature(name, max_ids=4096, combiner="sum") for name in click_model(
+        parse_mesh("x=4")).tables}
+    return click_model(parse_mesh("x=4"), features=features, batch_size=2**20)
 def no_tables():
     return click_model(parse_mesh("x=4"), tables={})
 def direct():
@@ -123,6 +129,14 @@ def test_a_refused_model_has_the_validators_text_and_the_tables_name(
     assert [f"   {note}" for note in said["notes"]] == lines[3:]
 
 
+def test_a_refused_stack_names_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four rows for each example are too many, though one is not."""
+    status, out, _ = run(capsys, "long")
+    assert status == 1
+    assert "tokens_per_batch=2147483648 must be at most 2147483647" in out
+    assert out.splitlines()[-1].startswith("   Of the tables ['users', 'items']")
+
+
 def test_a_layout_that_a_function_has_checked_is_refused_alike(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -146,6 +160,11 @@ def test_a_layout_that_a_function_has_checked_is_refused_alike(
         ("make", ["--mean_ids=user=1"], "mean_ids names 'user', which is no bag"),
         ("make", ["--weighted=sene"], "weighted names 'sene', which is no bag"),
         ("no_tables", [], "calling it raised ValueError: tables must have one entry"),
+        (
+            "many",
+            [],
+            "ValueError: the tables ['users', 'items'] are stacked, and their features may",
+        ),
         ("note", [], "calling it raised ValueError: async_emb emb_width=8 does not shard"),
     ],
 )

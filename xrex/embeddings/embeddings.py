@@ -28,7 +28,7 @@ from xrex.embeddings.stack_rows import (
 )
 from xrex.embeddings.table import Table
 from xrex.layout.handle import AsyncEmbContextHandle, make_context_handle
-from xrex.layout.layout import AnyMesh, AxisNames, is_positive_integer
+from xrex.layout.layout import LARGEST_SIZE, AnyMesh, AxisNames, is_positive_integer
 from xrex.pooling import Bags, PackedIds
 from xrex.table_set import TableStack
 
@@ -76,7 +76,8 @@ class Embeddings:
 
     Raises:
       ValueError: the mesh cannot hold a table (the validator's texts; a note names the table), a
-        feature names no table, a table has no feature, or an argument is out of its range.
+        feature names no table, a table has no feature, a batch has more rows or ids of a stack than
+        int32 can number, or an argument is out of its range.
     """
 
     mesh: AnyMesh
@@ -310,8 +311,20 @@ class Embeddings:
         tables = self._tables_of(plan)
         ids = self._group_size * plan.ids_per_rank
         room = min(ids, plan.vocab, self.num_unique or ids)
-        width = next(iter(tables.values())).width
-        handle = self._layout_handle(width, self._group_size * plan.rows_per_rank, room)
+        width, rows = next(iter(tables.values())).width, self._group_size * plan.rows_per_rank
+        try:
+            handle = self._layout_handle(width, rows, room)
+        except ValueError as error:
+            error.add_note(
+                f"Of the tables {list(tables)}, which are stacked: tokens_per_batch is how many "
+                f"rows a batch gets of them, {rows}."
+            )
+            raise
+        if ids > LARGEST_SIZE:
+            raise ValueError(
+                f"the tables {list(tables)} are stacked, and their features may have {ids} ids in "
+                f"a batch: more than the {LARGEST_SIZE} that int32 positions can reach"
+            )
         return make_stack(plan, tables, handle)
 
     def _pack(self, ids: Any) -> tuple[PackedBatch, int]:
