@@ -24,9 +24,10 @@ if not os.path.exists("/dev/nvidiactl") and "JAX_PLATFORMS" not in os.environ:
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-from tests.quick_compiles import (  # noqa: F401 (a hook and a fixture, found by their names)
+from tests.quick_compiles import (  # noqa: F401 (a hook and fixtures, found by their names)
     optimized,
     pytest_sessionstart,
+    users_buffers,
 )
 from tests.suite_report import (  # noqa: F401 (hooks and a fixture, found by their names)
     pytest_configure,

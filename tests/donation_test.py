@@ -24,7 +24,7 @@ from tests.donating_programs import (
     shapes_of,
 )
 
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = pytest.mark.usefixtures("users_buffers")
 
 VOCAB = 100_000
 
@@ -104,9 +104,9 @@ def lowered(
 
 
 def memory_of(program: Program, ranks: int, dtype: Any, vocab: int = VOCAB) -> Any:
-    """What XLA plans for one device. Code that is not optimized is planned alike, and sooner."""
+    """What XLA plans for one device."""
     _, stage = lowered(program, ranks, dtype, vocab)
-    return stage.compile({"xla_backend_optimization_level": 0}).memory_analysis()
+    return stage.compile().memory_analysis()
 
 
 def shard_bytes(ranks: int, dtype: Any) -> int:

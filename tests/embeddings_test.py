@@ -186,7 +186,7 @@ def test_a_table_begins_alike_on_any_devices_in_any_stack_and_order(ranks):
     assert 0.2 < found["users"].std() * np.sqrt(8) < 2
 
 
-@pytest.mark.usefixtures("optimized")
+@pytest.mark.usefixtures("users_buffers")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_no_device_makes_a_whole_table(kind, monkeypatch):
     made = []

@@ -23,7 +23,7 @@ from xrex.layout.plan import Plan, plan_layout
 from xrex.training import step as train_step
 from xrex.training.state import detach_bags
 
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = pytest.mark.usefixtures("users_buffers")
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 WITHIN = 0.1
