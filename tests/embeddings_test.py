@@ -578,6 +578,17 @@ def test_each_program_is_compiled_once(staleness):
     assert compiled == dict.fromkeys(names, 1)
 
 
+def test_a_step_is_lowered_of_placed_ids_or_shapes():
+    embeddings, pipeline = model(1)
+    state = pipeline.start(begin(pipeline), batch_of(0))
+    placed = xrex.Batch(embeddings.place(ids_of()), state.current_batch.inputs)
+    shapes = xrex.Batch(embeddings.batch_shapes(), state.current_batch.inputs)
+    texts = [pipeline.lower_step(state, batch).as_text() for batch in (placed, shapes)]
+    assert texts[0] == texts[1]
+    with pytest.raises(TypeError, match="a batch's ids must be placed, not a dict"):
+        pipeline.lower_step(state, batch_of(0))
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_weights_may_come_and_go_between_batches(staleness):
     embeddings, pipeline = model(staleness)

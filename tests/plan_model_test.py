@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("optimized")
 ROOT = Path(__file__).parent.parent
 BAGS = "16_float32_RowwiseAdagrad"
 WORDS = "8_bfloat16_RowwiseAdagrad"
-# Of several stacks some buffers may share memory, and pooling holds more than the update.
+# Pooling may hold more than the update, whose arrays are planned.
 WITHIN = 0.2
 
 
@@ -157,9 +157,13 @@ def test_the_sum_of_all_is_about_that_of_the_compiled_step(weighted: bool) -> No
     pipeline, state = started(embeddings, ids)
     lowered = pipeline.lower_step(state, xrex.Batch(embeddings.place(ids), ()))
     compiled = lowered.compile().memory_analysis()
-    planned = plan_model(embeddings, weighted=weighted_or_not(weighted)).memory
+    planned = plan_model(embeddings, weighted=weighted_or_not(weighted))
     total = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
-    assert planned.total == pytest.approx(total, rel=WITHIN)
+    # The stacks' temporary arrays share no memory, or all that they can.
+    most = planned.memory.total
+    largest = max(stack.memory.temporary for stack in planned.stacks)
+    least = most - planned.memory.temporary + largest
+    assert least * (1 - WITHIN) <= total <= most * (1 + WITHIN)
 
 
 # Without a device

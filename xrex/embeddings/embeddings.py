@@ -255,8 +255,16 @@ class Embeddings:
                 stacks[name] = PackedIds(stacks[name], bags)
         return PackedBatch(stacks)
 
-    def by_stack(self, placed: PackedBatch) -> dict[str, Any]:
-        """The ids of each stack."""
+    def by_stack(self, placed: Any) -> dict[str, Any]:
+        """The ids of each stack.
+
+        Raises:
+          TypeError: the ids are not placed.
+        """
+        if not isinstance(placed, PackedBatch):
+            error = TypeError(f"a batch's ids must be placed, not a {type(placed).__name__}")
+            error.add_note("Pass embeddings.place(ids), or embeddings.batch_shapes().")
+            raise error
         return placed.stacks
 
     def counts(self, placed: PackedBatch) -> dict[str, Any]:

@@ -203,8 +203,8 @@ class ModelPlan:
       batch_size: examples, over all ranks.
       examples_per_rank: of a batch.
       stacks: by which tables and features are planned.
-      memory: bytes of all stacks. Temporary bytes are those of all stacks as well: what one stack's
-        update holds, another's may hold at the same time.
+      memory: bytes of all stacks. Temporary bytes are the sum of the stacks', which is the most: a
+        compiler may let one stack's arrays take the place of another's.
       reserved: left to the dense model, by the caller's word.
       wire: bytes that a rank sends in a step, for all stacks.
       wire_across_nodes: the part of them that leaves the node, on average over the ranks.
