@@ -773,6 +773,21 @@ def test_prefetching_raises_where_the_batch_is_needed_and_loses_nothing():
         pipeline.prefetch([], size=0)
 
 
+def test_a_source_that_ends_the_program_ends_the_wait():
+    _, pipeline = model()
+
+    def source() -> Any:
+        yield batch_of(0)
+        raise SystemExit(3)
+
+    with pipeline.prefetch(source()) as batches:
+        next(batches)
+        with pytest.raises(SystemExit):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
 # What is refused when a model is made
 
 

@@ -69,7 +69,7 @@ class Pipeline:
 
     def init(
         self,
-        tables: Any,
+        table: Any,
         dense_params: Any,
         *,
         rule_state: Any = None,
@@ -84,7 +84,7 @@ class Pipeline:
         optimizer_state=saved.optimizer_state, step=saved.step)` goes on where it stopped.
 
         Args:
-          tables: of `Embeddings` a random key, from which each table begins on its devices, or a
+          table: of `Embeddings` a random key, from which each table begins on its devices, or a
             saved state's `table`; else the one table, (vocab, emb_width) bfloat16 or float32.
             Arrays are copied, save JAX arrays on GPUs that are sharded `P(None, table_axis)`, which
             the state takes over.
@@ -111,7 +111,7 @@ class Pipeline:
             self._check_goes_on(fresh, rules)
         # Not the caller's: what the first step donates, and NumPy's memory in a JAX array.
         fresh = jax.tree.map(placement.unless_numpys, fresh)
-        fresh = fresh._replace(step=np.int32(count), table=config.tables.make_tables(tables))
+        fresh = fresh._replace(step=np.int32(count), table=config.tables.make_tables(table))
         if fresh.rule_state is None:
             fresh = fresh._replace(
                 rule_state=for_each(stacks, lambda stack, rule: rule.init(stack.vocab), rules)

@@ -19,7 +19,7 @@ class _Item(NamedTuple):
     """What the thread passes on: a batch, an error in its place, or neither at the end."""
 
     batch: PlacedBatch | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class Prefetch(Iterator[Batch]):
@@ -51,6 +51,7 @@ class Prefetch(Iterator[Batch]):
             raise StopIteration
         item = self._items.get()
         if item.error is not None:
+            self._ended = not isinstance(item.error, Exception)
             raise item.error
         if item.batch is None:
             self._ended = True
@@ -91,6 +92,8 @@ def _fill(
             item, is_last = _Item(), True
         except Exception as error:
             item = _Item(error=error)
+        except BaseException as error:  # Such as SystemExit: who waits must hear of it, too.
+            item, is_last = _Item(error=error), True
         while not stopped.is_set():
             try:
                 items.put(item, timeout=_LOOK_SECONDS)
