@@ -491,12 +491,7 @@ def test_flushing_and_restarting_at_any_point_change_no_bit(staleness):
             saved = jax.tree.map(np.asarray, training.state)
             other = pipeline_of(make(), staleness=staleness)
             training = other.run(saved, [batch_of(3)])
-            for _ in training:
-                pass
-    assert_same(
-        (all_tables(embeddings, training.state), training.state.dense_params["w"]),
-        trained(staleness),
-    )
+            assert_same(end(embeddings, training), trained(staleness))
 
 
 def test_an_idle_state_goes_on_by_its_parts():
@@ -513,11 +508,7 @@ def test_an_idle_state_goes_on_by_its_parts():
         step=saved.step,
     )
     training = pipeline.run(state, [batch_of(2), batch_of(3)])
-    for _ in training:
-        pass
-    assert_same(
-        (all_tables(embeddings, training.state), training.state.dense_params["w"]), trained(0)
-    )
+    assert_same(end(embeddings, training), trained(0))
     with pytest.raises(ValueError, match=r"saved table has the stacks \['x'\]"):
         pipeline.init({"x": saved.table}, saved.dense_params)
     with pytest.raises(TypeError, match="init takes a random key, or a saved state's table"):
@@ -533,12 +524,7 @@ def test_a_bad_batch_in_a_run_loses_nothing(staleness):
     with pytest.raises(ValueError, match="'seen' has 1 ids"):
         next(training)
     training = pipeline.run(training.state, source)
-    for _ in training:
-        pass
-    assert_same(
-        (all_tables(embeddings, training.state), training.state.dense_params["w"]),
-        trained(staleness),
-    )
+    assert_same(end(embeddings, training), trained(staleness))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -597,12 +583,7 @@ def test_weights_may_come_and_go_between_batches(staleness):
     for batch in batches[1::2]:
         batch.token_ids["seen"] = batch.token_ids["seen"]._replace(weights=ones)
     training = pipeline.run(begin(pipeline), batches)
-    for _ in training:
-        pass
-    assert_same(
-        (all_tables(embeddings, training.state), training.state.dense_params["w"]),
-        trained(staleness),
-    )
+    assert_same(end(embeddings, training), trained(staleness))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -722,12 +703,7 @@ def test_prefetched_batches_train_alike_from_memory_that_is_refilled(staleness):
 
     with pipeline.prefetch(loader(), size=3) as batches:
         training = pipeline.run(begin(pipeline), batches)
-        for _ in training:
-            pass
-    assert_same(
-        (all_tables(embeddings, training.state), training.state.dense_params["w"]),
-        trained(staleness),
-    )
+        assert_same(end(embeddings, training), trained(staleness))
     assert not [t for t in threading.enumerate() if t.name == "xrex-prefetch" and t.is_alive()]
 
 
@@ -764,11 +740,7 @@ def test_prefetching_raises_where_the_batch_is_needed_and_loses_nothing():
             for _ in training:
                 pass
         training = pipeline.run(training.state, batches)
-        for _ in training:
-            pass
-    assert_same(
-        (all_tables(embeddings, training.state), training.state.dense_params["w"]), trained(0)
-    )
+        assert_same(end(embeddings, training), trained(0))
     with pytest.raises(ValueError, match="size=0 must be a positive integer"):
         pipeline.prefetch([], size=0)
 

@@ -25,6 +25,11 @@ def token_spec(handle: AsyncEmbContextHandle) -> P:
     return P(handle.data_axis)
 
 
+def token_specs(handle: AsyncEmbContextHandle, tree: Any) -> Any:
+    """`token_spec` for each leaf of a tree."""
+    return jax.tree.map(lambda _: token_spec(handle), tree)
+
+
 def token_rows_spec(handle: AsyncEmbContextHandle) -> P:
     """One row per token, (tokens_per_batch, emb_width): tokens over the data axis, rows whole."""
     return P(handle.data_axis, None)

@@ -237,7 +237,7 @@ def update_specs(handle: AsyncEmbContextHandle, bags: Bags | None = None) -> Gra
         grads=placement.token_rows_spec(handle),  # type: ignore[arg-type]
         segment_ids=placement.token_spec(handle),  # type: ignore[arg-type]
         pending=placement.REPLICATED,  # type: ignore[arg-type]
-        bags=jax.tree.map(lambda _: placement.token_spec(handle), bags),
+        bags=placement.token_specs(handle, bags),
     )
 
 

@@ -50,8 +50,7 @@ class TablePlace(NamedTuple):
 
 def check_flushed(state: Any) -> None:
     """Raises ValueError where a deferred update is not in the tables yet."""
-    updates = state.previous_update
-    if updates is not None and any(bool(update.pending) for update in updates.values()):
+    if state.has_pending_update:
         error = ValueError("the gradients of the last batch are not in the table yet")
         error.add_note("Call flush or finish first.")
         raise error

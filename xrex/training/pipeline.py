@@ -34,7 +34,6 @@ from xrex.training.config import StepConfig
 from xrex.training.prefetch import PlacedBatch, Prefetch
 from xrex.training.run import Run
 from xrex.training.state import Batch, PipelineState, StepMetrics, detach_bags
-from xrex.update import GradientUpdate
 
 
 class Pipeline:
@@ -248,10 +247,7 @@ class Pipeline:
         placed = Batch(config.tables.by_stack(ids), inputs.place(config, padded))
         state = self._in_place(state._replace(current_batch=None, current_lookup=None))
         state = state._replace(optimizer_state=None)
-        updates = jax.tree.leaves(
-            state.previous_update, is_leaf=lambda part: isinstance(part, GradientUpdate)
-        )
-        if not any(bool(update.pending) for update in updates):
+        if not state.has_pending_update:
             state = state._replace(previous_update=None)
         key = (train_step.predict, apply_fn)
         if key not in self._programs:
@@ -290,9 +286,7 @@ class Pipeline:
         state, batch = self._release(state, "lower_step")
         if self.config.staleness == 1 and state.current_lookup is None:
             ids = self.config.tables.by_stack(batch.token_ids)
-            started = jax.eval_shape(partial(train_step.start, self.config), ids, state.table)
-            shardings = state_placement.in_flight_shardings(self.config.handle, started)
-            lookup, update = _with_shardings(started, shardings)
+            lookup, update = _with_shardings(*self._started(ids, state.table))
             state = state._replace(current_lookup=lookup, previous_update=update)
         program, arguments = self._step_program(state, batch, next_batch)
         return program.lower(*arguments)
@@ -316,10 +310,14 @@ class Pipeline:
     def _start_program(self, ids: Any, tables: Any) -> Any:
         key = (train_step.start, _kind((ids, tables)))
         if key not in self._programs:
-            started = jax.eval_shape(partial(train_step.start, self.config), ids, tables)
-            shardings = state_placement.in_flight_shardings(self.config.handle, started)
+            _, shardings = self._started(ids, tables)
             self._programs[key] = self._program(train_step.start, shardings, donates=False)
         return self._programs[key]
+
+    def _started(self, ids: Any, tables: Any) -> tuple[Any, Any]:
+        """What `start` puts in flight, as shapes, and the shardings of it."""
+        shapes = jax.eval_shape(partial(train_step.start, self.config), ids, tables)
+        return shapes, state_placement.in_flight_shardings(self.config.handle, shapes)
 
     def _step_program(
         self, state: PipelineState, batch: Batch, next_batch: Batch
@@ -403,9 +401,9 @@ class Pipeline:
 
     def _placed(self, batch: Batch) -> Batch:
         """The batch with its ids checked, copied to the mesh."""
-        token_ids, batch_inputs = batch
         if isinstance(batch, PlacedBatch):
-            return Batch(token_ids, batch_inputs)
+            return Batch(*batch)
+        token_ids, batch_inputs = batch
         return Batch(self.config.tables.place(token_ids), inputs.place(self.config, batch_inputs))
 
     def _counted(self, metrics: StepMetrics, batch: Batch) -> StepMetrics:

@@ -69,6 +69,12 @@ class PipelineState(NamedTuple):
     current_lookup: StartedLookup | None = None
     previous_update: GradientUpdate | None = None
 
+    @property
+    def has_pending_update(self) -> bool:
+        """Whether gradients of the batch before are still to be applied. Waits for them."""
+        updates = jax.tree.leaves(self.previous_update, is_leaf=is_in_flight)
+        return any(bool(update.pending) for update in updates)
+
 
 class StepMetrics(NamedTuple):
     """What one step tells, replicated.
@@ -108,9 +114,9 @@ def detach_bags(state: PipelineState) -> tuple[PipelineState, Any]:
     They are not donated with it: of the next batch they may be others, or none.
     """
     in_flight = (state.current_lookup, state.previous_update)
-    bags = jax.tree.map(lambda each: each.bags, in_flight, is_leaf=_is_in_flight)
+    bags = jax.tree.map(lambda each: each.bags, in_flight, is_leaf=is_in_flight)
     lookup, update = jax.tree.map(
-        lambda each: each._replace(bags=None), in_flight, is_leaf=_is_in_flight
+        lambda each: each._replace(bags=None), in_flight, is_leaf=is_in_flight
     )
     return state._replace(current_lookup=lookup, previous_update=update), bags
 
@@ -121,10 +127,11 @@ def attach_bags(state: PipelineState, bags: Any) -> PipelineState:
         lambda each, bags: each._replace(bags=bags),
         (state.current_lookup, state.previous_update),
         bags,
-        is_leaf=_is_in_flight,
+        is_leaf=is_in_flight,
     )
     return state._replace(current_lookup=lookup, previous_update=update)
 
 
-def _is_in_flight(part: Any) -> bool:
+def is_in_flight(part: Any) -> bool:
+    """Whether a part of a state is what is in flight of one table or stack."""
     return isinstance(part, StartedLookup | GradientUpdate)

@@ -17,7 +17,7 @@ from xrex.layout.handle import AsyncEmbContextHandle
 from xrex.lookup import LookupPin
 from xrex.tokens import CompressedTokens, compressed_specs
 from xrex.training import dense_params
-from xrex.training.state import PipelineState, StartedLookup
+from xrex.training.state import PipelineState, StartedLookup, is_in_flight
 from xrex.update import GradientUpdate, update_specs
 
 
@@ -93,9 +93,7 @@ def in_flight_shardings(handle: AsyncEmbContextHandle, in_flight: Any) -> Any:
         bags = placement.sharding(handle, placement.token_spec(handle), 1)
         return _shardings(handle, each._replace(bags=None), specs)._replace(bags=bags)
 
-    return jax.tree.map(
-        of, in_flight, is_leaf=lambda part: isinstance(part, StartedLookup | GradientUpdate)
-    )
+    return jax.tree.map(of, in_flight, is_leaf=is_in_flight)
 
 
 def _lookup_specs(handle: AsyncEmbContextHandle) -> StartedLookup:

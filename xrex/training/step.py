@@ -60,7 +60,7 @@ def step_now(
 ) -> tuple[PipelineState, StepMetrics]:
     """Reads a batch's rows, trains on them and applies both updates: staleness 0."""
     lookups = for_each(config.tables.stacks, _look_up, batch.token_ids, state.table)
-    return _train_rows(config, state, lookups, batch.inputs)
+    return _train(config, state, _arrived(config, lookups), lookups, batch.inputs)
 
 
 def step_ahead(
@@ -106,7 +106,7 @@ def finish(
     embedded = _arrived(config, lookups)
     state, _ = flush(config, state._replace(previous_update=updates))
     state = state._replace(previous_update=None)
-    return _train_embedded(config, state, embedded, lookups, inputs)
+    return _train(config, state, embedded, lookups, inputs)
 
 
 def predict(
@@ -136,13 +136,7 @@ def _arrived(config: StepConfig, lookups: Any) -> Any:
     return config.tables.split(rows)
 
 
-def _train_rows(
-    config: StepConfig, state: PipelineState, lookups: Any, inputs: Any
-) -> tuple[PipelineState, StepMetrics]:
-    return _train_embedded(config, state, _arrived(config, lookups), lookups, inputs)
-
-
-def _train_embedded(
+def _train(
     config: StepConfig, state: PipelineState, embedded: Any, lookups: Any, inputs: Any
 ) -> tuple[PipelineState, StepMetrics]:
     gradients, _ = _gradients(config, state, embedded, inputs)
@@ -177,7 +171,7 @@ def _begin_lookup(
         return tokens, gather_for_exchange(handle, all_ids, table, all_bags)
 
     token_spec = placement.token_spec(handle)
-    specs = (token_spec, jax.tree.map(lambda _: token_spec, bags), placement.table_spec(handle))
+    specs = (token_spec, placement.token_specs(handle, bags), placement.table_spec(handle))
     begin = placement.shard_map(
         handle, body, specs, (compressed_specs(handle), placement.send_spec(handle))
     )
@@ -296,7 +290,7 @@ def _sizes_per_rank(
     specs = (
         placement.token_rows_spec(handle),
         token_spec,
-        jax.tree.map(lambda _: token_spec, bags),
+        placement.token_specs(handle, bags),
     )
     sizes = placement.shard_map(handle, body, specs, token_spec)
     return sizes(*placement.place(handle, (rows, segment_ids, bags), specs))
