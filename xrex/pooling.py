@@ -91,21 +91,30 @@ def slots(handle: AsyncEmbContextHandle, bags: Bags, ids_per_rank: int) -> Slots
     rows_per_rank = handle.tokens_per_rank
     ranks, bags_per_rank = bags.lengths.shape
     singles = rows_per_rank - bags_per_rank
-    capacity = ids_per_rank - singles
-    rank = jnp.arange(ranks, dtype=jnp.int32)[:, None]
+    bag, of_bags = _bags_of_ids(bags, ids_per_rank - singles)
+    single = jnp.broadcast_to(jnp.arange(singles, dtype=jnp.int32), (ranks, singles))
+    first_row = rows_per_rank * jnp.arange(ranks, dtype=jnp.int32)[:, None]
+    return Slots(
+        jnp.concatenate(
+            [single + first_row, jnp.where(bag >= 0, singles + bag + first_row, -1)], axis=1
+        ),
+        jnp.concatenate([jnp.ones((ranks, singles), jnp.float32), of_bags], axis=1),
+    )
+
+
+def _bags_of_ids(bags: Bags, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """The bag of each id among its rank's, -1 behind the last, and the id's factor in it."""
+    ranks, bags_per_rank = bags.lengths.shape
     # How many bags have ended at each position: integers, whose order of addition is free.
     ended = jnp.zeros((ranks, capacity + 1), jnp.int32)
-    ended = ended.at[rank, jnp.cumsum(bags.lengths, axis=1)].add(1, mode="drop")
+    ends = jnp.cumsum(bags.lengths, axis=1)
+    ended = ended.at[jnp.arange(ranks)[:, None], ends].add(1, mode="drop")
     bag = jnp.cumsum(ended, axis=1)[:, :capacity]
-    is_in_bag = bag < bags_per_rank
-    single = jnp.broadcast_to(jnp.arange(singles, dtype=jnp.int32), (ranks, singles))
-    rows = jnp.concatenate([single, singles + bag], axis=1) + rows_per_rank * rank
     factors = jnp.take_along_axis(bags.scales, jnp.minimum(bag, bags_per_rank - 1), axis=1)
     if bags.weights is not None:
         factors = factors * bags.weights
-    has_row = jnp.concatenate([jnp.ones((ranks, singles), bool), is_in_bag], axis=1)
-    factors = jnp.concatenate([jnp.ones((ranks, singles), jnp.float32), factors], axis=1)
-    return Slots(jnp.where(has_row, rows, -1), jnp.where(has_row, factors, 0.0))
+    is_in_bag = bag < bags_per_rank
+    return jnp.where(is_in_bag, bag, -1), jnp.where(is_in_bag, factors, 0.0)
 
 
 def pool(handle: AsyncEmbContextHandle, rows: jax.Array, bags: Bags) -> jax.Array:
@@ -114,18 +123,14 @@ def pool(handle: AsyncEmbContextHandle, rows: jax.Array, bags: Bags) -> jax.Arra
     A bag is summed in float32, one id after the other, and rounded once.
     """
     ranks, bags_per_rank = bags.lengths.shape
-    ids_per_rank = len(rows) // ranks
-    slots_of_ids = slots(handle, bags, ids_per_rank)
     singles = handle.tokens_per_rank - bags_per_rank
-    by_rank = rows.reshape(ranks, ids_per_rank, -1)
-    in_bags = by_rank[:, singles:].astype(jnp.float32) * slots_of_ids.factors[:, singles:, None]
-    row = slots_of_ids.rows[:, singles:]
-    # Bags are counted without the single rows before them.
-    rank = jnp.arange(ranks, dtype=jnp.int32)[:, None]
-    bag = jnp.where(row >= 0, row - singles * (rank + 1), -1)
+    by_rank = rows.reshape(ranks, len(rows) // ranks, -1)
+    bag, factors = _bags_of_ids(bags, by_rank.shape[1] - singles)
+    first_bag = bags_per_rank * jnp.arange(ranks, dtype=jnp.int32)[:, None]
+    in_bags = by_rank[:, singles:].astype(jnp.float32) * factors[:, :, None]
     sums, _ = kernels.segment_sum(
         in_bags.reshape(-1, rows.shape[1]),
-        bag.reshape(-1),
+        jnp.where(bag >= 0, bag + first_bag, -1).reshape(-1),
         ranks * bags_per_rank,
         dtype=rows.dtype,
         implementation=handle.implementation,
